@@ -1,0 +1,58 @@
+"""Logits and text of a model with factors, for use from Python."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from lpes_jax.factors import LayerFactors
+from lpes_jax.models.llama.model import Llama, hidden_states, output_logits
+from lpes_jax.rope import RopeTable, rope_table
+from lpes_jax.scoring import generate_ids
+
+
+def logits(
+    model: Llama, tokens: Int[Array, "B T"], factors: LayerFactors | Float[Array, "L"] | None = None
+) -> Float[Array, "B T V"]:
+    """float32 logits at every position; rows may be padded on the right.
+
+    `factors` is an array `[L]` or a `LayerFactors` of any granularity; None leaves the model as it is, and so do factors of 1, bit
+    for bit. Raises UserError for LayerFactors that do not fit the model.
+    """
+    return _logits(model, tokens, _table(model, factors))
+
+
+def generate(
+    model: Llama,
+    tokenizer: Any,
+    prompts: Sequence[str],
+    factors: LayerFactors | Float[Array, "L"] | None = None,
+    max_new_tokens: int = 100,
+) -> list[str]:
+    """The greedy continuation of each prompt, up to the end-of-text token or `max_new_tokens`."""
+    layer_factors = LayerFactors(factors) if factors is not None and not isinstance(factors, LayerFactors) else factors
+    ids = generate_ids(
+        model,
+        tokenizer(list(prompts))["input_ids"],
+        factors=None if layer_factors is None else layer_factors.factors,
+        granularity="layer" if layer_factors is None else layer_factors.granularity,
+        max_new_tokens=max_new_tokens,
+        stop=[] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id],
+    )
+    return tokenizer.batch_decode(ids, skip_special_tokens=True)
+
+
+@jax.jit
+def _logits(model: Llama, tokens: Int[Array, "B T"], table: RopeTable) -> Float[Array, "B T V"]:
+    return output_logits(model, hidden_states(model, tokens, table))
+
+
+def _table(model: Llama, factors: LayerFactors | Float[Array, "L"] | None) -> RopeTable:
+    config = model.config
+    if isinstance(factors, LayerFactors):
+        factors.for_model(config.num_layers, config.num_kv_heads, config.head_dim)
+        values = jnp.asarray(factors.factors, jnp.float32)
+        return rope_table(config.rope, config.head_dim, config.num_layers, values, factors.granularity)
+    return rope_table(config.rope, config.head_dim, config.num_layers, factors)

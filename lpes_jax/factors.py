@@ -1,0 +1,111 @@
+"""LayerFactors: the file that a search leaves and every other verb reads (`factors.json`, format lpes-factors/1)."""
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lpes_jax.errors import UserError
+from lpes_jax.rope import GRANULARITIES, Granularity
+
+FORMAT = "lpes-factors/1"
+_RANK = {"layer": 1, "layer_band": 2, "layer_group": 2, "layer_group_band": 3}
+
+
+@dataclass(frozen=True)
+class LayerFactors:
+    """Scaling factors of a model: layer l rotates by angle (position / factor) x inverse frequency.
+
+    `factors` is `[L]`, `[L, bands]`, `[L, K]` or `[L, K, bands]`, as `granularity` says (`lpes_jax.rope.scale_layers`). The other
+    fields record where they come from: the model (name, num_layers, sha256), the curve, the model's RoPE, the search and its
+    held-out evaluation.
+    """
+
+    factors: np.ndarray
+    granularity: Granularity = "layer"
+    model: dict[str, Any] = field(default_factory=dict)
+    curve: dict[str, Any] | None = None
+    rope: dict[str, Any] = field(default_factory=dict)
+    search: dict[str, Any] = field(default_factory=dict)
+    evaluation: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "factors", _checked(self.factors, self.granularity))
+
+    @classmethod
+    def uniform(cls, factor: float, num_layers: int) -> "LayerFactors":
+        """One factor in every layer: position interpolation."""
+        return cls(np.full(num_layers, factor))
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.factors)
+
+    def for_model(self, num_layers: int, num_kv_heads: int, head_dim: int, where: str = "factors") -> "LayerFactors":
+        """Itself, if it fits a model of these sizes; else UserError."""
+        if self.num_layers != num_layers:
+            raise UserError(
+                f"{where}: {self.num_layers} layers of factors, but the model has {num_layers}; use factors found for this model"
+            )
+        if "group" in self.granularity and self.factors.shape[1] != num_kv_heads:
+            raise UserError(f"{where}: {self.factors.shape[1]} KV groups of factors, but the model has {num_kv_heads}")
+        if "band" in self.granularity and (head_dim // 2) % self.factors.shape[-1]:
+            raise UserError(
+                f"{where}: {self.factors.shape[-1]} bands do not divide the model's {head_dim // 2} frequencies a head"
+            )
+        return self
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write the JSON file, whole or not at all."""
+        record = {"format": FORMAT, "applies_to": "position / factor", **asdict(self)}
+        record["factors"] = self.factors.tolist()
+        write_json(Path(path), record)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> "LayerFactors":
+        """Read the JSON file. Raises UserError where it is missing, not JSON, of another format, or holds unusable factors."""
+        record = read_json(Path(path))
+        if not isinstance(record, dict) or record.get("format") != FORMAT:
+            raise UserError(f"{path}: not a {FORMAT} file; give the factors.json that a search wrote")
+        fields = ("factors", "granularity", "model", "curve", "rope", "search", "evaluation")
+        try:
+            return cls(**{name: record[name] for name in fields if name in record})
+        except TypeError as error:
+            raise UserError(f"{path}: factors are missing; give the factors.json that a search wrote") from error
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from error
+
+
+def read_json(path: Path) -> Any:
+    """The contents of a JSON file; UserError where it is missing or not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise UserError(f"{path}: not a JSON file ({error})") from error
+
+
+def write_json(path: Path, record: Any) -> None:
+    """Write JSON under a temporary name and rename it, so that no reader ever sees half a file."""
+    temporary = path.with_name(path.name + ".part")
+    temporary.write_text(json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _checked(factors: Any, granularity: str) -> np.ndarray:
+    if granularity not in GRANULARITIES:
+        raise UserError(f"granularity {granularity!r} is not one of {', '.join(GRANULARITIES)}")
+    try:
+        array = np.asarray(factors, np.float64)
+    except (TypeError, ValueError) as error:
+        raise UserError("factors must be numbers, the same count in every layer") from error
+    if array.ndim != _RANK[granularity] or not array.size:
+        raise UserError(f"granularity {granularity} needs factors of {_RANK[granularity]} axes, got shape {list(array.shape)}")
+    if not (np.isfinite(array) & (array > 0)).all():
+        bad = array[~(np.isfinite(array) & (array > 0))][0]
+        raise UserError(f"factors must be finite and above 0, got {bad}")
+    return array

@@ -1,0 +1,154 @@
+"""The two pictures of a run: accuracy by position (the U curve) and the factors by layer (the paper's Figure 2).
+
+Each function writes stem.png and stem.svg. Figures are objects, pyplot and its global state are not used, and the same
+input gives the same SVG. Colours are Okabe and Ito's, which colour-blind readers can tell apart; markers differ as well.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from jaxtyping import Float
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from lpes_jax.rope import Granularity
+from lpes_jax.statistics import wilson_interval
+
+BASELINE, FOUND = "#8a8a8a", "#0072b2"
+OTHERS = ("#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9")
+ROWS = {
+    "layer_band": "frequency band (0: fastest)",
+    "layer_group": "KV group",
+    "layer_group_band": "KV group (in each: frequency bands, fastest below)",
+}
+
+
+def u_curve(
+    stem: Path, positions: Sequence[int], curves: Mapping[str, tuple[Sequence[float], int]], title: str
+) -> tuple[Path, Path]:
+    """Accuracy by position, with 95 % Wilson intervals.
+
+    curves: name -> (accuracy at each position in 0 ... 1, questions at each). The first is the baseline, in grey; the
+    last is what was found, drawn strongest; what stands between is for comparison.
+    """
+    figure = Figure(figsize=(8.4, 4.4), dpi=200, layout="constrained")
+    axes = figure.add_subplot()
+    for number, (name, (accuracy, n)) in enumerate(curves.items()):
+        last = number == len(curves) - 1
+        colour = FOUND if last else BASELINE if number == 0 else OTHERS[(number - 1) % len(OTHERS)]
+        intervals = np.array([wilson_interval(value * n, n) for value in accuracy])
+        percent = 100 * np.asarray(accuracy, float)
+        errors = np.abs(100 * intervals.T - percent)  # at 0 and 1 rounding may leave a -0.0...1, which errorbar refuses
+        shift = 0.7 * (number - (len(curves) - 1) / 2)  # side by side, so that intervals do not cover each other
+        axes.errorbar(
+            np.asarray(positions) + shift,
+            percent,
+            yerr=errors,
+            label=f"{name}\nmean {percent.mean():.1f} %",
+            color=colour,
+            marker="o" if last else "s^DvPX"[number % 6],
+            markersize=8 if last else 5.5,
+            linewidth=2.6 if last else 1.6,
+            linestyle="-" if last or number == 0 else "--",
+            elinewidth=1.1,
+            capsize=3,
+            zorder=3 if last else 2,
+        )
+    axes.set(
+        xlabel="position of the fact in the prompt (%)",
+        ylabel="accuracy (%), 95 % intervals",
+        xticks=list(positions),
+        ylim=(0, 102),
+    )
+    axes.set_title(title, loc="left", fontweight="bold")
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], loc="outside right center", frameon=False, labelspacing=0.9)
+    _plain(axes)
+    return _save(figure, stem)
+
+
+def factors_by_layer(
+    stem: Path,
+    factors: Float[np.ndarray, "L *rest"],
+    control_points: Float[np.ndarray, "C 2"] | None,
+    curve_xy: Float[np.ndarray, "N 2"] | None,
+    title: str,
+    granularity: Granularity = "layer",
+    layers: tuple[int, int] | None = None,
+) -> tuple[Path, Path]:
+    """The factor of each layer as points, or finer factors (`[L, bands]`, `[L, K]`, `[L, K, bands]`) as a heat map.
+
+    control_points, curve_xy: the search's control points and the curve through them, in the curve's own x; for `layer`
+    alone. They are drawn stretched in x, so that the first and the last control point stand over the first and the last
+    layer that the curve gives a factor (Eq. 6); `layers` names these two, all layers by default.
+    """
+    figure = Figure(figsize=(7.2, 4.4), dpi=200, layout="constrained")
+    axes = figure.add_subplot()
+    if granularity == "layer":
+        _points(axes, factors, control_points, curve_xy, layers or (0, len(factors) - 1))
+    else:
+        _heat_map(axes, factors, granularity)
+    axes.set_title(title, loc="left", fontweight="bold")
+    return _save(figure, stem)
+
+
+def _points(axes: Axes, factors, control_points, curve_xy, layers: tuple[int, int]) -> None:
+    ends = control_points if control_points is not None else curve_xy
+
+    def on_layers(x):
+        return layers[0] + (x - ends[0, 0]) / (ends[-1, 0] - ends[0, 0]) * (layers[1] - layers[0])
+
+    axes.axhline(1.0, color=BASELINE, linewidth=1.2, label="1: the model as it is")
+    if control_points is not None:
+        x, y = on_layers(control_points[:, 0]), control_points[:, 1]
+        named = " ".join(f"({x:g}, {y:g})" for x, y in control_points.tolist()) if len(control_points) <= 6 else ""
+        axes.plot(x, y, "s--", color=OTHERS[0], linewidth=1.2, markersize=8, label=f"control points {named}")
+    if curve_xy is not None:
+        axes.plot(on_layers(curve_xy[:, 0]), curve_xy[:, 1], color=FOUND, linewidth=1.6, alpha=0.6, label="curve")
+    else:
+        axes.vlines(range(len(factors)), 1.0, factors, color=FOUND, linewidth=1.2, alpha=0.4)
+    axes.plot(range(len(factors)), factors, "o", color=FOUND, markersize=6, label="factor of the layer", zorder=3)
+    axes.set(xlabel="layer", ylabel="factor s (positions are divided by it)")
+    axes.margins(y=0.12)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    _plain(axes)
+
+
+def _heat_map(axes: Axes, factors, granularity: Granularity) -> None:
+    table = factors.reshape(len(factors), -1).T  # columns of a layer: KV group by KV group, in each its bands
+    # Logarithmic and the same to both sides: white is 1, and 0.5 is as far from it as 2.
+    limit = max(np.abs(np.log(table)).max(), np.log(1.1))
+    norm = LogNorm(np.exp(-limit), np.exp(limit))
+    image = axes.imshow(table, norm=norm, cmap="PuOr", aspect="auto", interpolation="nearest", origin="lower")
+    groups, bands = (factors.shape[1], factors.shape[2]) if factors.ndim == 3 else (1, table.shape[0])
+    for group in range(1, groups):
+        axes.axhline(group * bands - 0.5, color="black", linewidth=0.8)
+    if groups > 1:
+        axes.set_yticks([bands * (group + 0.5) - 0.5 for group in range(groups)], [str(group) for group in range(groups)])
+    else:
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set(xlabel="layer", ylabel=ROWS[granularity])
+    ticks = np.exp(np.linspace(-limit, limit, 5))
+    bar = axes.figure.colorbar(image, ax=axes, label="factor s (positions are divided by it)")
+    bar.set_ticks(ticks, labels=[f"{tick:.2f}" for tick in ticks])
+    bar.minorticks_off()
+
+
+def _plain(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#e4e4e4", linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def _save(figure: Figure, stem: Path) -> tuple[Path, Path]:
+    png, svg = stem.with_name(stem.name + ".png"), stem.with_name(stem.name + ".svg")
+    with matplotlib.rc_context({"svg.hashsalt": "lpes"}):  # ids in the SVG from this, not from a random number
+        figure.savefig(png)
+        figure.savefig(svg, metadata={"Date": None})
+    return png, svg

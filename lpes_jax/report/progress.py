@@ -1,0 +1,64 @@
+"""How far a search is: a live line in a terminal, a plain line a generation elsewhere."""
+
+import sys
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+_EVERY = 15.0  # seconds between plain lines
+
+
+class SearchProgress:
+    """Counts (individual, prompt) pairs done of `total`; `note` says what is going on. Writes to stderr."""
+
+    def __init__(self, total: int, console: Console | None = None):
+        self._console = console or Console(file=sys.stderr)
+        self._total, self._done, self._note = total, 0, ""
+        self._started = self._last_line = time.monotonic()
+        self._bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn(),
+            console=self._console, transient=True,
+        )  # fmt: skip
+        self._task = self._bar.add_task("", total=total, rate="")
+
+    def __enter__(self) -> "SearchProgress":
+        if self._console.is_terminal:
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._bar.stop()
+
+    def prompts(self, count: int) -> None:
+        """So many more pairs are done."""
+        self._done += count
+        self._bar.update(self._task, completed=self._done, rate=self._rate())
+        if not self._console.is_terminal and time.monotonic() - self._last_line > _EVERY:
+            self._line()
+
+    def skip(self, count: int) -> None:
+        """So many pairs need not be done after all (cached individuals)."""
+        self._total -= count
+        self._bar.update(self._task, total=self._total)
+
+    def note(self, text: str) -> None:
+        """What is going on now; a plain line where there is no terminal."""
+        self._note = text
+        self._bar.update(self._task, description=text)
+        if not self._console.is_terminal:
+            self._line()
+
+    def _line(self) -> None:
+        self._last_line = time.monotonic()
+        self._console.print(f"{self._note}  {self._rate()}  {self._left()}", highlight=False, soft_wrap=True)
+
+    def _rate(self) -> str:
+        return f"{self._done / max(time.monotonic() - self._started, 1e-9):.1f} prompts/s"
+
+    def _left(self) -> str:
+        if not self._done:
+            return f"{self._total} prompts to score"
+        seconds = (time.monotonic() - self._started) * (self._total - self._done) / self._done
+        return f"about {int(seconds) // 60}:{int(seconds) % 60:02d} left"

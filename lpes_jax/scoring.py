@@ -1,0 +1,253 @@
+"""(model, prompts, factors [P, ...]) -> for every individual and prompt: is the gold answer what the model says, and how likely is it.
+
+No text is generated. The gold answer stands behind the prompt (teacher forcing); it is what greedy generation gives exactly if
+each of its tokens is the argmax. Its log-likelihood comes from the same pass.
+
+A pass takes a batch of prompts and a slab of individuals: vmapped over the individuals of a device with the weights unmapped,
+and spread over the devices by `shard_map` on the population axis (`jax.pmap` is a wrapper of that today, and can't be nested
+in other transformations as freely). Factors are arguments of the compiled program: new factors never compile anything.
+
+Letters: P population, N prompts, B rows of a batch, T tokens, A answer tokens, L layers, V vocabulary.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
+
+from lpes_jax.models.llama.generate import greedy
+from lpes_jax.models.llama.model import Llama, hidden_states, output_logits
+from lpes_jax.rope import Granularity, RopeTable, inverse_frequencies, rope_table, scale_layers
+from lpes_jax.tasks.prompts import EncodedPrompt
+
+_TOKENS_AT_ONCE = {"cpu": 2**12, "gpu": 2**18}  # a pass this large keeps the device busy; more gains nothing
+_CPU_MEMORY = 2**31  # bytes that activations may take where the device does not say how much it has
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Batch:
+    """Prompts with their answers behind them, padded on the right; `first` is where the first answer token is predicted."""
+
+    tokens: Int[Array, "B T"]
+    first: Int[Array, "B"]
+    answers: Int[Array, "B A"]
+    is_answer: Bool[Array, "B A"]
+
+
+class Scores(NamedTuple):
+    """`correct`: an admitted answer is the greedy continuation. `log_likelihood`: of the admitted answers together, in nats."""
+
+    correct: Bool[np.ndarray, "P N"]
+    log_likelihood: Float[np.ndarray, "P N"]
+
+
+def batch_scores(model: Llama, batch: Batch, table: RopeTable) -> tuple[Bool[Array, "B"], Float[Array, "B"]]:
+    """For each row: are all answer tokens the argmax, and the sum of their log-probabilities in nats."""
+    hidden = hidden_states(model, batch.tokens, table)
+    at = jnp.minimum(batch.first[:, None] + jnp.arange(batch.answers.shape[1]), batch.tokens.shape[1] - 1)
+    logits = output_logits(model, jnp.take_along_axis(hidden, at[:, :, None], axis=1))  # [B, A, V]
+    chosen = jnp.take_along_axis(logits, batch.answers[:, :, None], axis=-1)[..., 0]
+    log_probability = chosen - jax.nn.logsumexp(logits, axis=-1)
+    correct = (jnp.argmax(logits, axis=-1) == batch.answers) | ~batch.is_answer
+    return correct.all(axis=-1), jnp.where(batch.is_answer, log_probability, 0).sum(axis=-1)
+
+
+def population_scores(
+    model: Llama, batch: Batch, factors: Float[Array, "P ..."], granularity: Granularity = "layer"
+) -> tuple[Bool[Array, "P B"], Float[Array, "P B"]]:
+    """`batch_scores` of every individual, vmapped over the factors alone."""
+    config = model.config
+    inv_freq = inverse_frequencies(config.rope, config.head_dim)
+
+    def individual(factors: Array) -> tuple[Array, Array]:
+        table = RopeTable(scale_layers(inv_freq, factors, granularity), jnp.ones((), inv_freq.dtype))
+        return batch_scores(model, batch, table)
+
+    return jax.vmap(individual)(factors)
+
+
+def population_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """All local devices along the population axis; the model axis has one."""
+    devices = jax.local_devices() if devices is None else devices
+    return Mesh(np.array(devices).reshape(-1, 1), ("population", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+@partial(jax.jit, static_argnames=("granularity", "mesh"))
+def _sharded_scores(
+    model: Llama, batch: Batch, factors: Float[Array, "P ..."], granularity: Granularity, mesh: Mesh
+) -> tuple[Bool[Array, "P B"], Float[Array, "P B"]]:
+    everywhere, split = PartitionSpec(), PartitionSpec("population")
+    score = partial(population_scores, granularity=granularity)
+    return jax.shard_map(score, mesh=mesh, in_specs=(everywhere, everywhere, split), out_specs=split, check_vma=False)(
+        model, batch, factors
+    )
+
+
+class Scorer:
+    """Scores populations on a fixed set of prompts.
+
+    `batch_size` is prompts a pass and `population_chunk` individuals a pass and device; both are chosen from the shapes and
+    the device's memory where they are None, and neither changes a result. `compilations` counts compiled shapes.
+    """
+
+    def __init__(
+        self,
+        model: Llama,
+        prompts: Sequence[EncodedPrompt],
+        *,
+        batch_size: int | None = None,
+        population_chunk: int | None = None,
+        mesh: Mesh | None = None,
+    ):
+        self.mesh = population_mesh() if mesh is None else mesh
+        self._replicated = NamedSharding(self.mesh, PartitionSpec())
+        self.model = jax.device_put(model, self._replicated)
+        self.num_prompts = len(prompts)
+        rows = [(prompt.ids, answer) for prompt in prompts for answer in prompt.answers]
+        self._prompt_of_row = np.repeat(np.arange(len(prompts)), [len(prompt.answers) for prompt in prompts])
+        self.answer_tokens = np.array([min(len(answer) for answer in prompt.answers) for prompt in prompts])
+        longest = round_up(max(len(ids) + len(answer) for ids, answer in rows))
+        at_once = _tokens_at_once(model, longest, max(len(answer) for _, answer in rows))
+        if batch_size is None:
+            batches = math.ceil(len(rows) * longest / at_once)
+            batch_size = math.ceil(len(rows) / batches)
+        self._chunk = population_chunk or max(1, at_once // (batch_size * longest))
+        self._batches = [(at, jax.device_put(batch, self._replicated)) for at, batch in _batches(rows, batch_size)]
+        self._shapes: set[tuple] = set()
+
+    @property
+    def compilations(self) -> int:
+        return len(self._shapes)
+
+    @property
+    def individuals_at_once(self) -> int:
+        """Individuals of one pass, over all devices."""
+        return self._chunk * self.mesh.size
+
+    def __call__(
+        self,
+        factors: Float[np.ndarray, "P ..."],
+        granularity: Granularity = "layer",
+        on_prompts: Callable[[int], None] = lambda count: None,
+    ) -> Scores:
+        """Scores of each individual on each prompt. `on_prompts` is told how many (individual, prompt) pairs were done."""
+        factors = np.asarray(factors, np.float32)
+        devices = self.mesh.size
+        correct = np.empty((len(factors), len(self._prompt_of_row)), bool)
+        log_likelihood = np.empty(correct.shape, np.float32)
+        start = 0
+        while start < len(factors):
+            # Powers of two below the full slab, so that odd populations compile a few sizes and no more.
+            needed = math.ceil((len(factors) - start) / devices)
+            slab = min(self._chunk, 1 << (needed - 1).bit_length()) * devices  # individuals of this pass
+            individuals = factors[start : start + slab]
+            padded = np.concatenate([individuals, np.repeat(factors[:1], slab - len(individuals), axis=0)])
+            padded = jax.device_put(padded, NamedSharding(self.mesh, PartitionSpec("population")))
+            done = []
+            for _, batch in self._batches:
+                self._shapes.add((batch.tokens.shape, batch.answers.shape, padded.shape, granularity))
+                done.append(_sharded_scores(self.model, batch, padded, granularity, self.mesh))
+            for (at, _), scores in zip(self._batches, done, strict=True):
+                batch_correct, batch_likelihood = (np.asarray(values)[: len(individuals), : len(at)] for values in scores)
+                correct[start : start + len(individuals), at] = batch_correct
+                log_likelihood[start : start + len(individuals), at] = batch_likelihood
+                on_prompts(len(individuals) * len(np.unique(self._prompt_of_row[at])))
+            start += len(individuals)
+        return self._by_prompt(correct, log_likelihood)
+
+    def _by_prompt(self, correct: np.ndarray, log_likelihood: np.ndarray) -> Scores:
+        # The admitted answers of a prompt: right if one is, as likely as all together.
+        first_rows = np.searchsorted(self._prompt_of_row, np.arange(self.num_prompts))
+        return Scores(
+            np.logical_or.reduceat(correct, first_rows, axis=1),
+            np.logaddexp.reduceat(log_likelihood, first_rows, axis=1),
+        )
+
+
+def generate_ids(
+    model: Llama,
+    prompts: Sequence[Sequence[int]],
+    *,
+    factors: Float[np.ndarray, "..."] | None = None,
+    granularity: Granularity = "layer",
+    max_new_tokens: int = 100,
+    stop: Sequence[int] = (),
+    batch_size: int | None = None,
+    on_prompts: Callable[[int], None] = lambda count: None,
+) -> list[list[int]]:
+    """Greedy continuations of token ids, each cut before the first id of `stop`, in the order of the prompts."""
+    config = model.config
+    scaled = None if factors is None else jnp.asarray(factors, jnp.float32)
+    table = rope_table(config.rope, config.head_dim, config.num_layers, scaled, granularity)
+    longest = round_up(max(len(ids) for ids in prompts))
+    batch_size = batch_size or max(1, min(len(prompts), _tokens_at_once(model, longest + max_new_tokens, 1) // longest))
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    outputs: list[list[int]] = [[] for _ in prompts]
+    for start in range(0, len(order), batch_size):
+        at = order[start : start + batch_size]
+        chosen = [list(prompts[i]) for i in at]
+        padding = [chosen[0]] * (batch_size - len(chosen))  # the last batch is as large as the others: one compilation
+        tokens, lengths = _padded(chosen + padding, round_up(len(chosen[-1])))
+        new = greedy(model, jnp.asarray(tokens), jnp.asarray(lengths), table, jnp.array(stop, jnp.int32), max_new_tokens)
+        for i, ids in zip(at, np.asarray(new).tolist(), strict=False):
+            end = next((n for n, token in enumerate(ids) if token in stop), len(ids))
+            outputs[i] = ids[:end]
+        on_prompts(len(at))
+    return outputs
+
+
+def round_up(length: int) -> int:
+    """The padded length of a prompt: the next of sixteen steps to its power of two (steps of 32 at least): few shapes, little waste."""
+    step = max(32, 1 << (length - 1).bit_length() >> 4)
+    return -(-length // step) * step
+
+
+def _batches(rows: list[tuple[list[int], list[int]]], batch_size: int) -> list[tuple[np.ndarray, Batch]]:
+    # Sorted by length, so that a batch holds rows alike; each with the rows' indices. Short batches are filled by their first row.
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]) + len(rows[i][1]))
+    answer_length = max(len(answer) for _, answer in rows)
+    batches = []
+    for start in range(0, len(order), batch_size):
+        at = order[start : start + batch_size]
+        filled = [rows[i] for i in at] + [rows[at[0]]] * (batch_size - len(at))
+        length = round_up(max(len(ids) + len(answer) for ids, answer in filled))
+        tokens, _ = _padded([ids + answer for ids, answer in filled], length)
+        answers, answer_lengths = _padded([answer for _, answer in filled], answer_length)
+        batches.append(
+            (
+                np.array(at),
+                Batch(
+                    tokens=jnp.asarray(tokens),
+                    first=jnp.array([len(ids) - 1 for ids, _ in filled], jnp.int32),
+                    answers=jnp.asarray(answers),
+                    is_answer=jnp.asarray(np.arange(answer_length) < answer_lengths[:, None]),
+                ),
+            )
+        )
+    return batches
+
+
+def _padded(sequences: list[list[int]], length: int) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B"]]:
+    tokens = np.zeros((len(sequences), length), np.int32)
+    for row, sequence in zip(tokens, sequences, strict=True):
+        row[: len(sequence)] = sequence
+    return tokens, np.array([len(sequence) for sequence in sequences], np.int32)
+
+
+def _tokens_at_once(model: Llama, length: int, answer_length: int) -> int:
+    # Peak activations of a token: a few copies of the hidden state, of q, k, v and of the MLP, and float32 logits at the answers.
+    config = model.config
+    width = 6 * config.hidden_size + 3 * config.intermediate_size + 4 * config.num_heads * config.head_dim
+    token = width * model.embed[...].dtype.itemsize + 3 * 4 * config.vocab_size * answer_length // length
+    device = jax.local_devices()[0]
+    stats = device.memory_stats() or {}
+    memory = (stats["bytes_limit"] - stats["bytes_in_use"]) // 2 if "bytes_limit" in stats else _CPU_MEMORY
+    return max(length, min(_TOKENS_AT_ONCE["cpu" if device.platform == "cpu" else "gpu"], memory // token))

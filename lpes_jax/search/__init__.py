@@ -1,0 +1,87 @@
+"""Search a model's layer factors: `run_search(SearchSettings(...))`, or `python -m lpes_jax.search`."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from lpes_jax.curves import bezier_outline
+from lpes_jax.evaluation import BASELINE, PLAIN, results_record, rows, write_samples
+from lpes_jax.factors import write_json
+from lpes_jax.models.llama import load
+from lpes_jax.report.plots import factors_by_layer, u_curve
+from lpes_jax.report.tables import markdown, position_table
+from lpes_jax.search.loop import SearchResult, search
+from lpes_jax.search.settings import SearchSettings, as_record, resolve
+from lpes_jax.tasks import make_task
+
+__all__ = ["SearchResult", "SearchSettings", "run_search"]
+
+
+def run_search(settings: SearchSettings) -> SearchResult:
+    """Load the model, search, measure what was found on held-out questions, and leave the run's folder.
+
+    Raises UserError where the settings, the model or the data cannot be used, before anything is searched.
+    """
+    started = time.time()
+    settings = resolve(settings)
+    task = make_task(
+        settings.task,
+        num_pairs=settings.num_pairs,
+        key_length=settings.key_length,
+        data=settings.data,
+        answer_opener=settings.answer_opener,
+    )
+    loaded = load(settings.model, settings.dtype)
+    result = search(settings, loaded.model, loaded.tokenizer, task, loaded.identity)
+    folder = settings.output_path
+    evaluation = results_record(task, result.outcomes, result.places, as_record(settings), started)
+    factors = replace(result.factors, evaluation=evaluation["methods"])
+    factors.save(folder / "factors.json")
+    write_samples(folder / "samples.jsonl", result.outcomes)
+    write_json(folder / "results.json", evaluation)
+    _report(replace(result, factors=factors), settings, folder, loaded.identity["name"])
+    return result
+
+
+def _report(result: SearchResult, settings: SearchSettings, folder: Path, model: str) -> None:
+    positions = [position for _, position in result.places]
+    table_rows = rows(result.outcomes)
+    title = f"{model}, {settings.num_pairs} key-value pairs, {len(result.outcomes[0].correct)} held-out questions"
+    u_curve(
+        folder / "positions",
+        positions,
+        {
+            _LABELS.get(outcome.candidate.name, outcome.candidate.name): (
+                outcome.correct.mean(axis=0).tolist(),
+                len(outcome.correct),
+            )
+            for outcome in result.outcomes
+            if outcome.candidate.name != PLAIN
+        },
+        title,
+    )
+    bezier = settings.curve == "bezier"
+    factors_by_layer(
+        folder / "factors",
+        result.factors.factors,
+        result.control_points if settings.curve not in ("free", "authors") else None,
+        np.asarray(bezier_outline(np.asarray(result.control_points, np.float32))) if bezier else None,
+        f"{model}: factor by layer",
+    )
+    (folder / "results.md").write_text(markdown(table_rows, positions) + "\n", encoding="utf-8")
+    console = Console()
+    console.print(position_table(table_rows, positions, title))
+    search = result.factors.search
+    console.print(
+        f"{search['individuals']} individuals, {search['evaluations']} scored by the model, "
+        f"{search['compilations']} compiled shapes, {search['seconds']:.0f} s. "
+        f"'{PLAIN}' has no opener ({settings.answer_opener!r}) behind the prompt; p is against '{BASELINE}', over questions.",
+        highlight=False,
+    )
+    console.print(f"run folder: {folder}", highlight=False, soft_wrap=True)
+
+
+_LABELS = {"uniform": "tuned uniform factor", "pi": "mean of the factors (PI)", "lpes": "found factors (LPES)"}

@@ -1,0 +1,31 @@
+"""Search a model's layer factors.
+
+Examples:
+
+  python -m lpes_jax.search --preset quick
+      minutes on two cores
+
+  python -m lpes_jax.search --model DIR --num-pairs 50 --preset paper --output-path RUN
+      the paper's search (Tables 9 and 12) on 200 examples, reported on 500 others
+
+  python -m lpes_jax.search --model DIR --num-pairs 50 --preset paper --output-path RUN --resume
+      go on where a run was cut off
+
+The folder gets factors.json (give it to evaluate), results.json, results.md, samples.jsonl, history.jsonl and the two pictures.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from lpes_jax.cli import run_verb
+from lpes_jax.search import run_search
+from lpes_jax.search.settings import SearchSettings
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The verb; returns the exit code."""
+    return run_verb(SearchSettings, run_search, __doc__ or "", arguments, "search")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,247 @@
+"""A search from its settings to its factors: the examples, the genetic algorithm around the scorer, the held-out report.
+
+The fitness of an individual is the weighted sum over begin, middle and end (positions 0, 50 and 100) of the same examples'
+accuracy (section 3.2), or of their mean answer log-likelihood. Individuals with the same factors are scored once.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import gcd, lcm
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from lpes_jax.curves import CURVES
+from lpes_jax.evaluation import BASELINE, PLAIN, Candidate, Outcome, environment, evaluate, slots_of
+from lpes_jax.factors import LayerFactors, read_json, write_json
+from lpes_jax.models.llama.model import Llama
+from lpes_jax.report.progress import SearchProgress
+from lpes_jax.scoring import Scorer
+from lpes_jax.search.genetic import CROSSOVER, FAILED_CROSSOVER, INITIAL, MUTATION, Lineage, PaperGA
+from lpes_jax.search.run_folder import RunFolder
+from lpes_jax.search.settings import SearchSettings, as_record, genetic_settings
+from lpes_jax.tasks import prompts as task_prompts
+from lpes_jax.tasks.prompts import Task
+
+SEARCH_POSITIONS = (0, 50, 100)
+OPERATORS = {INITIAL: "initial", MUTATION: "mutation", CROSSOVER: "crossover", FAILED_CROSSOVER: "crossover_failed"}
+_HELD_OUT = 5  # candidates of the held-out report: plain, baseline, uniform, pi, lpes
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search found, and how it and the controls did on held-out questions (in `outcomes`, in the report's order)."""
+
+    factors: LayerFactors
+    outcomes: list[Outcome]
+    control_points: Float[np.ndarray, "C 2"]
+    places: list[tuple[int, int]]
+
+
+def search(settings: SearchSettings, model: Llama, tokenizer: Any, task: Task, identity: dict[str, Any]) -> SearchResult:
+    """Run the search of resolved `settings` (`settings.resolve`) and leave its folder.
+
+    `identity` names the model in the records (name, num_layers, sha256). Raises UserError for what the user got wrong, before
+    anything is scored.
+    """
+    started = time.time()
+    config = model.config
+    ga = PaperGA(genetic_settings(settings, config.num_layers))
+    places = slots_of(task, settings.positions)
+    search_places = slots_of(task, SEARCH_POSITIONS)
+    examples = task.examples("search", settings.limit, settings.seed)
+    held_out = task.examples("test", settings.test_limit, settings.seed)
+    prompts = [task.prompt(example, *place) for example in examples for place in search_places]
+    scorer = Scorer(
+        model,
+        task_prompts.encode(prompts, tokenizer, config.max_position_embeddings),
+        batch_size=settings.batch_size,
+        population_chunk=settings.population_chunk,
+    )
+    # The same check for the held-out prompts, now and not after the search.
+    for version in (task, task.plain):
+        if version is not None:
+            longest = [version.prompt(example, *place) for example in held_out for place in places]
+            task_prompts.encode(longest, tokenizer, config.max_position_embeddings)
+    folder = RunFolder(settings.output_path, {"model": identity, "settings": as_record(settings)}, settings.resume)
+
+    size, offspring = ga.settings.population_size, ga.population_size
+    individuals = size + settings.generations * offspring + settings.uniform_candidates
+    total = individuals * scorer.num_prompts + _HELD_OUT * len(held_out) * len(places)
+    with SearchProgress(total) as progress:
+        fitness = _Fitness(settings, scorer, ga, folder, progress)
+        _run(ga, settings, fitness)
+        progress.note("tuning one uniform factor on the same examples")
+        uniform = _tuned_uniform(settings, fitness, folder.path / "uniform.json", config.num_layers)
+        progress.note("measuring on held-out questions")
+        best = fitness.best
+        found = LayerFactors(
+            np.array(best["factors"]),
+            model=identity,
+            curve={"type": settings.curve, "control_points": best["control_points"]},
+            rope=config.rope.to_hf(),
+            search={
+                **as_record(settings),
+                "search_space": {name: value and str(value) for name, value in ga.settings.search_space().items()},
+                "fitness_of_best": best["fitness"],
+                "best_individual": best["id"],
+                "individuals": len(fitness.records),
+                "evaluations": fitness.evaluations,
+                "uniform": uniform,
+                "compilations": scorer.compilations,
+                "seconds": round(time.time() - started, 3),
+                **environment(),
+            },
+        )
+        pi = LayerFactors.uniform(float(found.factors.mean()), config.num_layers)
+        outcomes = evaluate(
+            model,
+            tokenizer,
+            task,
+            held_out,
+            places,
+            [
+                Candidate(PLAIN, plain=True),
+                Candidate(BASELINE),
+                Candidate("uniform", LayerFactors.uniform(uniform["factor"], config.num_layers)),
+                Candidate("pi", pi),
+                Candidate("lpes", found),
+            ],
+            batch_size=settings.batch_size,
+            on_prompts=progress.prompts,
+        )
+    return SearchResult(found, outcomes, np.array(best["control_points"]), places)
+
+
+def _run(ga: PaperGA, settings: SearchSettings, fitness: "_Fitness") -> None:
+    """Algorithm 1, by evosax's init, ask and tell. Keys: one for the start, one for each generation's ask and tell."""
+    key = jax.random.key(settings.seed)
+    params = ga.default_params
+    genes, lineage = ga.initial_population(jax.random.fold_in(key, 0), params)
+    state = ga.init(jax.random.fold_in(key, 1), genes, -fitness(0, genes, lineage), params)
+    for generation in range(1, settings.generations + 1):
+        key_ask, key_tell = jax.random.split(jax.random.fold_in(key, generation + 1))
+        genes, state = ga.ask(key_ask, state, params)
+        state, _ = ga.tell(key_tell, genes, -fitness(generation, genes, state.lineage), state, params)
+
+
+class _Fitness:
+    """Scores generations and keeps the history: `records` are the lines of history.jsonl."""
+
+    def __init__(self, settings: SearchSettings, scorer: Scorer, ga: PaperGA, folder: RunFolder, progress: SearchProgress):
+        self.settings, self.scorer, self.ga, self.folder, self.progress = settings, scorer, ga, folder, progress
+        self.records: list[dict[str, Any]] = []
+        self.evaluations = 0  # individuals that the model scored: those whose factors had not been seen
+        self._seen: dict[bytes, dict[str, Any]] = {}
+        num_layers, curve = ga.settings.num_layers, CURVES[settings.curve]
+        self._factors_of = jax.jit(jax.vmap(lambda points: curve(points, num_layers)))
+
+    @property
+    def best(self) -> dict[str, Any]:
+        """The fittest individual of all; the first of equals."""
+        return max(self.records, key=lambda record: -np.inf if record["fitness"] is None else record["fitness"])
+
+    def __call__(self, generation: int, genes: Float[Array, "P C 2"], lineage: Lineage) -> Float[Array, "P"]:
+        """The fitness of a generation, NaN where scores are not finite; a line of history for each individual."""
+        best = f"best {self.best['fitness']:.4f}" if self.records and self.best["fitness"] is not None else ""
+        self.progress.note(f"generation {generation}/{self.settings.generations}  {best}")
+        points = self.ga.recorded_points(genes)
+        factors = np.asarray(self._factors_of(jnp.asarray(points, jnp.float32)))
+        origin = jax.tree.map(np.asarray, lineage)
+        for start in range(0, len(points), self.scorer.individuals_at_once):
+            block = slice(start, start + self.scorer.individuals_at_once)
+            self._block(generation, points[block], factors[block], jax.tree.map(lambda field: field[block], origin))  # noqa: B023
+        scores = [record["fitness"] for record in self.records[-len(points) :]]
+        return jnp.array([np.nan if score is None else score for score in scores], jnp.float32)
+
+    def of_factors(self, factors: Float[np.ndarray, "P L"]) -> list[dict[str, Any]]:
+        """Fitness, accuracy and log-likelihood of factors, scored where they have not been seen."""
+        unseen = {row.tobytes(): row for row in factors if row.tobytes() not in self._seen}
+        self.progress.skip((len(factors) - len(unseen)) * self.scorer.num_prompts)
+        if unseen:
+            scores = self.scorer(np.stack(list(unseen.values())), on_prompts=self.progress.prompts)
+            self.evaluations += len(unseen)
+            for key, correct, log_likelihood in zip(unseen, *scores, strict=True):
+                self._seen[key] = self._summary(correct, log_likelihood)
+        return [self._seen[row.tobytes()] for row in factors]
+
+    def _block(self, generation: int, points: np.ndarray, factors: np.ndarray, origin: Lineage) -> None:
+        drafts = [
+            {
+                "id": int(origin.ids[i]),
+                "generation": generation,
+                "operator": OPERATORS[int(origin.operator[i])],
+                "parents": [int(parent) for parent in origin.parents[i] if parent >= 0],
+                "cut": int(origin.cut[i]) if origin.cut[i] >= 0 else None,
+                "control_points": points[i].tolist(),
+                "factors": [round(float(factor), 7) for factor in factors[i]],
+                "cached": factors[i].tobytes() in self._seen or any((factors[i] == factors[j]).all() for j in range(i)),
+            }
+            for i in range(len(points))
+        ]
+        recorded = self.folder.recorded[len(self.records) : len(self.records) + len(drafts)]
+        for draft, record, row in zip(drafts, recorded, factors, strict=False):
+            self.folder.must_continue(draft, record)
+            if not record["cached"]:
+                self.evaluations += 1
+                self.progress.skip(self.scorer.num_prompts)
+            self._seen[row.tobytes()] = {name: record[name] for name in SCORES}
+        summaries = self.of_factors(factors)
+        records = [draft | summary for draft, summary in zip(drafts, summaries, strict=True)]
+        self.folder.append(records[len(recorded) :])
+        self.records += records
+
+    def _summary(self, correct: np.ndarray, log_likelihood: np.ndarray) -> dict[str, Any]:
+        places = len(SEARCH_POSITIONS)
+        accuracy = correct.reshape(-1, places).mean(axis=0, dtype=np.float64)
+        likelihood = log_likelihood.reshape(-1, places).astype(np.float64)
+        # The geometric mean of the answer tokens' probabilities: in (0, 1], whatever the answer's length.
+        probability = np.exp(likelihood / self.scorer.answer_tokens.reshape(-1, places)).mean(axis=0)
+        weights = np.array(self.settings.weights)
+        finite = bool(np.isfinite(likelihood).all())
+        if self.settings.fitness == "log_likelihood":
+            fitness = float(weights @ likelihood.mean(axis=0))
+        else:
+            fitness = float(weights @ accuracy)
+            if self.settings.tie_break:
+                fitness += tie_break_scale(self.settings.weights, len(likelihood)) * float(weights @ probability)
+        return {
+            "fitness": round(fitness, 9) if finite else None,
+            "accuracy": {str(position): value for position, value in zip(SEARCH_POSITIONS, accuracy.tolist(), strict=True)},
+            "log_likelihood": {
+                str(position): round(value, 4) if finite else None
+                for position, value in zip(SEARCH_POSITIONS, likelihood.mean(axis=0).tolist(), strict=True)
+            },
+        }
+
+
+SCORES = ("fitness", "accuracy", "log_likelihood")
+
+
+def tie_break_scale(weights: Sequence[float], examples: int) -> float:
+    """Half of the smallest difference that two weighted accuracies can have: what is added for likelihood stays below it.
+
+    Weights are taken as decimals; two accuracies differ by a multiple of their greatest common divisor over `examples`.
+    """
+    fractions = [Fraction(str(weight)) for weight in weights if weight > 0]
+    denominator = lcm(*(fraction.denominator for fraction in fractions))
+    return gcd(*(int(fraction * denominator) for fraction in fractions)) / denominator / examples / 2
+
+
+def _tuned_uniform(settings: SearchSettings, fitness: _Fitness, path: Path, num_layers: int) -> dict[str, Any]:
+    """The best of evenly spaced uniform factors within the bounds, on the search examples, and the whole sweep."""
+    candidates = np.linspace(settings.min_factor, settings.max_factor, settings.uniform_candidates).round(4)
+    if settings.resume and path.exists():
+        return read_json(path)
+    summaries = fitness.of_factors(np.repeat(candidates[:, None], num_layers, axis=1).astype(np.float32))
+    sweep = [{"factor": float(factor)} | summary for factor, summary in zip(candidates, summaries, strict=True)]
+    best = max(sweep, key=lambda entry: -np.inf if entry["fitness"] is None else entry["fitness"])
+    record = {"factor": best["factor"], "fitness": best["fitness"], "sweep": sweep}
+    write_json(path, record)
+    return record

@@ -1,0 +1,61 @@
+"""How sure a difference is. A question asked at five positions is one question, not five: tests pair and group by question.
+
+Letters: Q questions, S positions (slots). Numpy and the standard library alone.
+"""
+
+import math
+from statistics import NormalDist
+
+import numpy as np
+from jaxtyping import Shaped
+
+
+def standard_error(correct: Shaped[np.ndarray, "Q *S"]) -> float:
+    """Standard error of the mean of `correct` [Q] or [Q, S], over questions: sqrt(sample variance / Q).
+
+    For one position this is lm-evaluation-harness's acc_stderr, sqrt(p (1 - p) / (Q - 1)). With several, the mean of each
+    question counts once. One question has no spread to measure: nan.
+    """
+    questions = correct.reshape(len(correct), -1).mean(axis=1, dtype=np.float64)
+    return float(questions.std(ddof=1) / math.sqrt(len(questions))) if len(questions) > 1 else math.nan
+
+
+def wilson_interval(successes: float | int, n: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Wilson's score interval of a proportion (Wilson, 1927), in 0 ... 1; the whole range where n is 0."""
+    if n == 0:
+        return 0.0, 1.0
+    z = NormalDist().inv_cdf(0.5 + confidence / 2)
+    p = successes / n
+    centre = (p + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def paired_permutation_test(
+    ours: Shaped[np.ndarray, "Q S"], baseline: Shaped[np.ndarray, "Q S"], seed: int = 0, draws: int = 10_000
+) -> float:
+    """Two-sided p of the mean difference: the sign of each question's difference, over all its positions, is drawn anew.
+
+    p = (1 + draws at least as far from 0 as the observed one) / (1 + draws), never 0 (Phipson & Smyth, 2010).
+    """
+    # Sums, not means: for accuracies these are small integers, so that ties are exact.
+    differences = (ours.astype(np.float64) - baseline.astype(np.float64)).sum(axis=1)
+    observed = abs(differences.sum()) - 1e-9 * np.abs(differences).sum()
+    rng = np.random.default_rng(seed)
+    count = 0
+    for start in range(0, draws, 1000):  # 1000 at a time bounds the memory
+        signs = 1.0 - 2.0 * rng.integers(0, 2, size=(min(1000, draws - start), len(differences)))
+        count += int((np.abs(signs @ differences) >= observed).sum())
+    return (1 + count) / (1 + draws)
+
+
+def mcnemar(a: Shaped[np.ndarray, "Q"], b: Shaped[np.ndarray, "Q"]) -> float:
+    """McNemar's exact test, two-sided: are the questions that only one of the two got right split like coin tosses?"""
+    a, b = a.astype(bool), b.astype(bool)
+    only_a, only_b = int((a & ~b).sum()), int((~a & b).sum())
+    n = only_a + only_b
+    term = total = 1  # binomial coefficients, exact: C(n, 0) + ... + C(n, fewer)
+    for k in range(min(only_a, only_b)):
+        term = term * (n - k) // (k + 1)
+        total += term
+    return min(1.0, 2 * total / 2**n)

@@ -1,0 +1,1 @@
+"""Flax ports of model families (`llama`) and checkpoints to run them on (`zoo`)."""

@@ -1,0 +1,66 @@
+"""Llama-family models in Flax: from a zoo name, a Hugging Face folder, a .gguf file or a hub id to a model and its tokenizer.
+
+    model = load_model("smollm2-135m-instruct")
+    tokenizer = load_tokenizer("smollm2-135m-instruct")
+
+`checkpoint.py` reads and writes the weights, `gguf.py` reads llama.cpp's files, `model.py` is the model.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lpes_jax.models.llama.config import LlamaConfig
+from lpes_jax.models.llama.model import Llama
+
+if TYPE_CHECKING:
+    import transformers
+
+__all__ = ["Llama", "LlamaConfig", "Loaded", "load", "load_model", "load_tokenizer"]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model with its tokenizer, and how records name it: name, num_layers, sha256 (of the weight files), dtype."""
+
+    model: Llama
+    tokenizer: "transformers.PreTrainedTokenizerFast"
+    identity: dict[str, Any]
+
+
+def load(name_or_path: str, dtype: str = "auto") -> Loaded:
+    """All that a verb needs of a model. dtype auto: bfloat16 on a GPU, float32 on a CPU. Raises UserError as `load_model` does."""
+    import jax
+
+    from lpes_jax.models.llama.checkpoint import load_llama, open_checkpoint
+    from lpes_jax.models.llama.tokenizer import load_tokenizer
+    from lpes_jax.models.zoo import resolve
+
+    if dtype == "auto":
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    path = resolve(name_or_path)
+    checkpoint = open_checkpoint(path)
+    tokenizer = load_tokenizer(path)
+    identity = {
+        "name": name_or_path,
+        "num_layers": checkpoint.config.num_layers,
+        "sha256": checkpoint.sha256(),
+        "dtype": dtype,
+    }
+    return Loaded(load_llama(checkpoint, dtype), tokenizer, identity)
+
+
+def load_model(name_or_path: str, dtype: str = "bfloat16") -> Llama:
+    """The model, with its weights in `dtype` (bfloat16, float16 or float32). Raises UserError where there is no such model."""
+    # Imported here, like the tokenizer's: what only builds a `Llama` needs none of the readers.
+    from lpes_jax.models.llama.checkpoint import load_llama, open_checkpoint
+    from lpes_jax.models.zoo import resolve
+
+    return load_llama(open_checkpoint(resolve(name_or_path)), dtype)
+
+
+def load_tokenizer(name_or_path: str) -> "transformers.PreTrainedTokenizerFast":
+    """The tokenizer that belongs to the model. Raises UserError where it has none."""
+    from lpes_jax.models.llama.tokenizer import load_tokenizer
+    from lpes_jax.models.zoo import resolve
+
+    return load_tokenizer(resolve(name_or_path))

