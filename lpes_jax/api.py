@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from lpes_jax.factors import LayerFactors
@@ -18,8 +19,8 @@ def logits(
 ) -> Float[Array, "B T V"]:
     """float32 logits at every position; rows may be padded on the right.
 
-    `factors` is an array `[L]` or a `LayerFactors` of any granularity; None leaves the model as it is, and so do factors of 1, bit
-    for bit. Raises UserError for LayerFactors that do not fit the model.
+    `factors` is an array `[L]` or a `LayerFactors` of any granularity; None leaves the model as it is, and so do factors of 1,
+    bit for bit. Raises UserError for LayerFactors that do not fit the model.
     """
     return _logits(model, tokens, _table(model, factors))
 
@@ -31,8 +32,13 @@ def generate(
     factors: LayerFactors | Float[Array, "L"] | None = None,
     max_new_tokens: int = 100,
 ) -> list[str]:
-    """The greedy continuation of each prompt, up to the end-of-text token or `max_new_tokens`."""
-    layer_factors = LayerFactors(factors) if factors is not None and not isinstance(factors, LayerFactors) else factors
+    """The greedy continuation of each prompt, up to the end-of-text token or `max_new_tokens`.
+
+    Raises UserError for factors that do not fit the model.
+    """
+    layer_factors = factors if factors is None or isinstance(factors, LayerFactors) else LayerFactors(np.asarray(factors))
+    if layer_factors is not None:
+        layer_factors.for_model(model.config.num_layers, model.config.num_kv_heads, model.config.head_dim)
     ids = generate_ids(
         model,
         tokenizer(list(prompts))["input_ids"],

@@ -17,7 +17,7 @@ from math import comb
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 Points = Float[Array, "C 2"]
 
@@ -95,7 +95,7 @@ def _above(x: Float[Array, "C"], t: Float[Array, "L"], targets: Float[Array, "L"
 def _bisect(x: Float[Array, "C"], targets: Float[Array, "L"]) -> Float[Array, "L"]:
     """t with x(t) = target (Appendix D). x'(t) > 0 on (0, 1) for strictly increasing x, so the root is unique."""
 
-    def halve(_: int, interval: tuple[Array, Array]) -> tuple[Array, Array]:
+    def halve(_: Int[Array, ""], interval: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = interval
         middle = (low + high) / 2
         right = _above(x, middle, targets) < 0

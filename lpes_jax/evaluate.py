@@ -21,8 +21,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from rich.console import Console
-
 from lpes_jax import evaluation
 from lpes_jax.cli import run_verb
 from lpes_jax.errors import UserError
@@ -31,7 +29,7 @@ from lpes_jax.factors import LayerFactors, write_json
 from lpes_jax.models.llama import load
 from lpes_jax.report.plots import u_curve
 from lpes_jax.report.progress import SearchProgress
-from lpes_jax.report.tables import markdown, position_table
+from lpes_jax.report.tables import console, markdown, position_table
 from lpes_jax.tasks import make_task
 
 
@@ -141,16 +139,16 @@ def _write(
     title = f"{model}, {settings.num_pairs} key-value pairs, {len(outcomes[0].correct)} questions"
     curves = {outcome.candidate.name: (outcome.correct.mean(axis=0).tolist(), len(outcome.correct)) for outcome in outcomes}
     u_curve(folder / "positions", positions, curves, title)
-    console, tables = Console(), []
+    out, tables = console(), []
     for metric in settings.metrics:
         table_rows = evaluation.rows(outcomes, metric)
-        console.print(position_table(table_rows, positions, f"{title}: {metric}"))
+        out.print(position_table(table_rows, positions, f"{title}: {metric}"))
         tables.append(f"{metric}\n\n{markdown(table_rows, positions)}\n")
     (folder / "results.md").write_text("\n".join(tables), encoding="utf-8")
     for name, figures in results["methods"].items():
         if "substring_but_not_prefix" in figures:
-            console.print(f"{name}: {figures['substring_but_not_prefix']} answers that substring accepts and prefix does not")
-    console.print(f"{outcomes[-1].compilations} compiled shapes; results: {folder}", highlight=False, soft_wrap=True)
+            out.print(f"{name}: {figures['substring_but_not_prefix']} answers that substring accepts and prefix does not")
+    out.print(f"{outcomes[-1].compilations} compiled shapes; results: {folder}", highlight=False, soft_wrap=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

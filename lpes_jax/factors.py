@@ -19,9 +19,9 @@ _RANK = {"layer": 1, "layer_band": 2, "layer_group": 2, "layer_group_band": 3}
 class LayerFactors:
     """Scaling factors of a model: layer l rotates by angle (position / factor) x inverse frequency.
 
-    `factors` is `[L]`, `[L, bands]`, `[L, K]` or `[L, K, bands]`, as `granularity` says (`lpes_jax.rope.scale_layers`). The other
-    fields record where they come from: the model (name, num_layers, sha256), the curve, the model's RoPE, the search and its
-    held-out evaluation.
+    `factors` is `[L]`, `[L, bands]`, `[L, K]` or `[L, K, bands]`, as `granularity` says (`lpes_jax.rope.scale_layers`). The
+    other fields record where they come from: the model (name, num_layers, sha256), the curve, the model's RoPE, the search
+    and its held-out evaluation.
     """
 
     factors: np.ndarray
@@ -48,7 +48,7 @@ class LayerFactors:
         """Itself, if it fits a model of these sizes; else UserError."""
         if self.num_layers != num_layers:
             raise UserError(
-                f"{where}: {self.num_layers} layers of factors, but the model has {num_layers}; use factors found for this model"
+                f"{where}: {self.num_layers} layers of factors, but the model has {num_layers}; use factors found for it"
             )
         if "group" in self.granularity and self.factors.shape[1] != num_kv_heads:
             raise UserError(f"{where}: {self.factors.shape[1]} KV groups of factors, but the model has {num_kv_heads}")
@@ -70,13 +70,14 @@ class LayerFactors:
         record = read_json(Path(path))
         if not isinstance(record, dict) or record.get("format") != FORMAT:
             raise UserError(f"{path}: not a {FORMAT} file; give the factors.json that a search wrote")
-        fields = ("factors", "granularity", "model", "curve", "rope", "search", "evaluation")
+        if "factors" not in record:
+            raise UserError(f"{path}: factors are missing; give the factors.json that a search wrote")
         try:
-            return cls(**{name: record[name] for name in fields if name in record})
-        except TypeError as error:
-            raise UserError(f"{path}: factors are missing; give the factors.json that a search wrote") from error
+            factors = _checked(record["factors"], record.get("granularity", "layer"))
         except UserError as error:
             raise UserError(f"{path}: {error}") from error
+        others = ("granularity", "model", "curve", "rope", "search", "evaluation")
+        return cls(factors, **{name: record[name] for name in others if name in record})
 
 
 def read_json(path: Path) -> Any:
@@ -96,7 +97,7 @@ def write_json(path: Path, record: Any) -> None:
     os.replace(temporary, path)
 
 
-def _checked(factors: Any, granularity: str) -> np.ndarray:
+def _checked(factors: Any, granularity: Any) -> np.ndarray:
     if granularity not in GRANULARITIES:
         raise UserError(f"granularity {granularity!r} is not one of {', '.join(GRANULARITIES)}")
     try:

@@ -14,6 +14,7 @@ from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from lpes_jax.errors import UserError
@@ -41,8 +42,9 @@ class RopeParameters:
         Raises UserError for a RoPE type that is not implemented, and where no theta is given: a silent 10000 is how
         Qwen and Llama 3 models get broken.
         """
-        scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        theta = scaling.get("rope_theta", config.get("rope_theta"))
+        parameters = config.get("rope_parameters") or {}
+        scaling = config.get("rope_scaling") or parameters  # where both stand, transformers goes by the older key
+        theta = scaling.get("rope_theta", config.get("rope_theta", parameters.get("rope_theta")))
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         if kind not in ROPE_TYPES:
             raise UserError(f"{where}: RoPE type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
@@ -50,6 +52,8 @@ class RopeParameters:
             raise UserError(
                 f"{where}: no rope_theta, neither at the top nor in rope_parameters; add the one the model was trained with"
             )
+        if (rotated := scaling.get("partial_rotary_factor")) not in (None, 1.0):
+            raise UserError(f"{where}: partial_rotary_factor={rotated!r} is not supported (only 1.0)")
         if kind == "linear" and not float(scaling.get("factor", 0)) > 0:
             raise UserError(f"{where}: RoPE type 'linear' needs a factor above 0, got {scaling.get('factor')!r}")
         return cls(rope_theta=float(theta), rope_type=kind, factor=float(scaling["factor"]) if kind == "linear" else 1.0)
@@ -74,8 +78,8 @@ class RopeTable:
 
 def inverse_frequencies(rope: RopeParameters, head_dim: int) -> Float[Array, "half"]:
     """theta^(-2i/D) for i < D/2, float32, in radians per position; `linear` divides them by its factor."""
-    exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
-    inv_freq = 1.0 / jnp.float32(rope.rope_theta) ** exponents
+    # In NumPy: XLA's power differs in the last bits between eager and compiled programs.
+    inv_freq = jnp.asarray(rope.rope_theta ** (-np.arange(0, head_dim, 2) / head_dim), jnp.float32)
     if rope.rope_type == "linear":
         return _divide(inv_freq, jnp.full_like(inv_freq, rope.factor))
     return inv_freq
@@ -112,7 +116,7 @@ def rope_table(
     factors: Float[Array, "..."] | None = None,
     granularity: Granularity = "layer",
 ) -> RopeTable:
-    """The table of a model, with `factors` (see `scale_layers`) or, where there are none, the checkpoint's own in each layer."""
+    """The table of a model, with `factors` (see `scale_layers`) or, without any, the checkpoint's own in each layer."""
     inv_freq = inverse_frequencies(rope, head_dim)
     if factors is None:
         layers = jnp.broadcast_to(inv_freq, (num_layers, 1, head_dim // 2))
@@ -137,7 +141,7 @@ def rotate(
     With G = K the heads of a group stand next to each other: head h belongs to group h // (heads / K). Computed in float32
     (or the table's own dtype, if wider) and cast back.
     """
-    dtype = jnp.promote_types(x.dtype, cos.dtype)
+    dtype = np.promote_types(x.dtype, cos.dtype)
     repeats = x.shape[-2] // cos.shape[-2] if cos.shape[-2] > 1 else 1
     cos, sin = (jnp.repeat(table, repeats, axis=-2) if repeats > 1 else table for table in (cos, sin))
     first, second = jnp.split(x.astype(dtype), 2, axis=-1)

@@ -6,6 +6,7 @@ A row is a model with some factors or method; the last columns say how sure it i
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -33,6 +34,12 @@ def position_table(rows: Sequence[Row], positions: Sequence[int], title: str) ->
     for row in rows:
         table.add_row(*map(escape, _cells(row)))
     return table
+
+
+def console() -> Console:
+    """Where tables go: stdout, wide enough for one where it is no terminal."""
+    terminal = Console()
+    return terminal if terminal.is_terminal else Console(width=112)
 
 
 def markdown(rows: Sequence[Row], positions: Sequence[int]) -> str:

@@ -5,14 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
-
 from lpes_jax.curves import bezier_outline
 from lpes_jax.evaluation import BASELINE, PLAIN, results_record, rows, write_samples
 from lpes_jax.factors import write_json
 from lpes_jax.models.llama import load
 from lpes_jax.report.plots import factors_by_layer, u_curve
-from lpes_jax.report.tables import markdown, position_table
+from lpes_jax.report.tables import console, markdown, position_table
 from lpes_jax.search.loop import SearchResult, search
 from lpes_jax.search.settings import SearchSettings, as_record, resolve
 from lpes_jax.tasks import make_task
@@ -72,16 +70,16 @@ def _report(result: SearchResult, settings: SearchSettings, folder: Path, model:
         f"{model}: factor by layer",
     )
     (folder / "results.md").write_text(markdown(table_rows, positions) + "\n", encoding="utf-8")
-    console = Console()
-    console.print(position_table(table_rows, positions, title))
+    out = console()
+    out.print(position_table(table_rows, positions, title))
     search = result.factors.search
-    console.print(
+    out.print(
         f"{search['individuals']} individuals, {search['evaluations']} scored by the model, "
         f"{search['compilations']} compiled shapes, {search['seconds']:.0f} s. "
         f"'{PLAIN}' has no opener ({settings.answer_opener!r}) behind the prompt; p is against '{BASELINE}', over questions.",
         highlight=False,
     )
-    console.print(f"run folder: {folder}", highlight=False, soft_wrap=True)
+    out.print(f"run folder: {folder}", highlight=False, soft_wrap=True)
 
 
 _LABELS = {"uniform": "tuned uniform factor", "pi": "mean of the factors (PI)", "lpes": "found factors (LPES)"}

@@ -114,7 +114,8 @@ class GeneticSettings:
     @property
     def lattices(self) -> tuple[Float[np.ndarray, "X"] | None, Float[np.ndarray, "Y"] | None]:
         """The values of P^x (in layers) and of P^y, float64 (Table 9); None for an axis that is continuous."""
-        return tuple(_lattice(low, high, step) for low, high, step, _ in self.axes)
+        x, y = (_lattice(low, high, step) for low, high, step, _ in self.axes)
+        return x, y
 
     @property
     def initial_genes(self) -> Float[np.ndarray, "C 2"]:
@@ -181,7 +182,7 @@ class PaperGA(PopulationBasedAlgorithm):
         solution = jnp.zeros((settings.control_points, 2))
         super().__init__(settings.mutations + 2 * settings.crossovers, solution, metrics_fn=metrics_fn)
         self.settings = settings
-        self.on_lattice = tuple(values is not None for values in settings.lattices)
+        self.on_lattice = settings.x_step > 0, settings.y_step > 0
 
     @property
     def _default_params(self) -> Params:
@@ -191,7 +192,7 @@ class PaperGA(PopulationBasedAlgorithm):
         ]
         return Params(self.settings.mutation_rate, *jnp.array(in_genes, jnp.float32).T)
 
-    def control_points(self, genes: Float[Array, "*population C 2"]) -> Float[Array, "*population C 2"]:
+    def control_points(self, genes: Float[Array | np.ndarray, "*population C 2"]) -> Float[Array, "*population C 2"]:
         """The points that genes stand for (x in layers, y the factor), float32. Traceable."""
         codes, tables = genes.astype(jnp.int32), self.settings.lattices
         axes = [genes[..., i] if t is None else jnp.asarray(t, jnp.float32)[codes[..., i]] for i, t in enumerate(tables)]
@@ -238,31 +239,29 @@ class PaperGA(PopulationBasedAlgorithm):
         parents = state.population.reshape(s.parents, s.control_points, 2)
         pool = jnp.sum(~jnp.isnan(state.fitness))  # NaN is last, so the first `pool` parents are fit to breed
         pool = jnp.where(pool == 0, s.parents, pool)
-        mutate = jax.vmap(partial(mutation, params=params, on_lattice=self.on_lattice))
 
-        key_parents, key_mutation, key_crossover, key_failed = jax.random.split(key, 4)
-        chosen = jax.random.randint(key_parents, (s.mutations,), 0, pool)
-        mutants = mutate(jax.random.split(key_mutation, s.mutations), parents[chosen])
-
-        keys = jax.random.split(key_crossover, s.crossovers)
+        key_parents, key_mutation, key_crossover = jax.random.split(key, 3)
         cross = jax.vmap(partial(crossover, parents=parents, pool=jnp.maximum(pool, 2), tries=s.crossover_tries))
-        children, pairs, cut, valid = (jnp.repeat(x, n, axis=0) for x, n in zip(cross(keys), (1, 2, 2, 2), strict=True))
-        children = children.reshape(-1, s.control_points, 2)
-        pairs = pairs.at[1::2].set(pairs[1::2, ::-1])  # the second child begins as the second parent
-        failed = mutate(jax.random.split(key_failed, 2 * s.crossovers), parents[pairs[:, 0]])
-        children = jnp.where(valid[:, None, None], children, failed)
+        children, pairs, cut, valid = cross(jax.random.split(key_crossover, s.crossovers))
+        pairs = jnp.stack([pairs, pairs[:, ::-1]], axis=1).reshape(-1, 2)  # the second child begins as the second parent
+        cut, valid = jnp.repeat(cut, 2), jnp.repeat(valid, 2)
+
+        first = jnp.concatenate([_draw(jax.random.uniform(key_parents, (s.mutations,)), pool), pairs[:, 0]])
+        mutate = jax.vmap(partial(mutation, params=params, on_lattice=self.on_lattice))
+        mutants = mutate(jax.random.split(key_mutation, self.population_size), parents[first])
+        children = jnp.where(valid[:, None, None], children.reshape(-1, s.control_points, 2), mutants[s.mutations :])
+        population = jnp.concatenate([mutants[: s.mutations], children])
 
         none = jnp.full((s.mutations,), -1, jnp.int32)
-        numbers = jnp.arange(self.population_size, dtype=jnp.int32)
         second = jnp.where(valid, state.ids[pairs[:, 1]], -1)
+        ids = s.population_size + self.population_size * state.generation_counter
         lineage = Lineage(
-            ids=s.population_size + self.population_size * state.generation_counter + numbers,
+            ids=ids + jnp.arange(self.population_size, dtype=jnp.int32),
             operator=jnp.concatenate([jnp.full_like(none, MUTATION), jnp.where(valid, CROSSOVER, FAILED_CROSSOVER)]),
-            parents=jnp.stack([state.ids[jnp.concatenate([chosen, pairs[:, 0]])], jnp.concatenate([none, second])], axis=1),
+            parents=jnp.stack([state.ids[first], jnp.concatenate([none, second])], axis=1),
             cut=jnp.concatenate([none, jnp.where(valid, cut, -1)]),
         )
-        population = jnp.concatenate([mutants, children]).reshape(self.population_size, self.num_dims)
-        return population, state.replace(lineage=lineage)
+        return population.reshape(self.population_size, self.num_dims), state.replace(lineage=lineage)
 
     def _tell(
         self, key: jax.Array, population: Float[Array, "P genes"], fitness: Float[Array, "P"], state: State, params: Params
@@ -296,12 +295,11 @@ def mutation(key: jax.Array, parent: Float[Array, "C 2"], params: Params, on_lat
     above = jnp.stack([jnp.append(x[1:], params.high[0]), jnp.full_like(y, params.high[1])], axis=1)
     low, high = jnp.maximum(below, parent - params.max_change), jnp.minimum(above, parent + params.max_change)
 
-    key_rate, key_genes = jax.random.split(key)
+    uniform = _uniform(key, MUTATION_DRAWS, len(parent), 3)  # for x, y, and whether the point is redrawn
     whole = jnp.array(on_lattice)
-    offset = jax.random.uniform(key_genes, (MUTATION_DRAWS, *parent.shape)) * (high - low + whole)  # codes: 0 .. high - low
+    offset = uniform[..., :2] * (high - low + whole.astype(low.dtype))  # codes: 0 .. high - low
     draws = jnp.minimum(low + jnp.where(whole, jnp.floor(offset), offset), high)
-    moved = jax.random.uniform(key_rate, (MUTATION_DRAWS, len(parent), 1)) < params.mutation_rate
-    draws = jnp.where(moved, draws, parent)
+    draws = jnp.where(uniform[..., 2:] < params.mutation_rate, draws, parent)
 
     valid = is_valid(draws)
     return jnp.where(jnp.any(valid), draws[jnp.argmax(valid)], draws[0].at[:, 0].set(x))
@@ -314,17 +312,26 @@ def crossover(
 
     Returns the children, the rows of the parents that they begin as, the cut, and whether they are valid.
     """
-    key_first, key_second, key_cut = jax.random.split(key, 3)
     flat = parents.reshape(len(parents), -1)
-    first = jax.random.randint(key_first, (tries,), 0, pool)
-    second = (first + jax.random.randint(key_second, (tries,), 1, pool)) % pool
-    cut = jax.random.randint(key_cut, (tries,), 1, flat.shape[1])
+    uniform = _uniform(key, 3, tries)
+    first = _draw(uniform[0], pool)
+    second = (first + 1 + _draw(uniform[1], pool - 1)) % pool
+    cut = 1 + _draw(uniform[2], flat.shape[1] - 1)
     pairs = jnp.stack([first, second], axis=1)
     genes, before = flat[pairs], jnp.arange(flat.shape[1]) < cut[:, None, None]
     children = jnp.where(before, genes, genes[:, ::-1]).reshape(tries, 2, *parents.shape[1:])
     valid = jnp.all(is_valid(children), axis=1)
     chosen = jnp.where(jnp.any(valid), jnp.argmax(valid), tries - 1)
     return children[chosen], pairs[chosen], cut[chosen], valid[chosen]
+
+
+def _uniform(key: jax.Array, *shape: int) -> Float[Array, "..."]:
+    return jax.random.uniform(key, (math.prod(shape),)).reshape(shape)  # compiles four times faster than in the shape itself
+
+
+def _draw(uniform: Float[Array, "*any"], count: Int[Array, ""] | int) -> Int[Array, "*any"]:
+    # 0 .. count - 1 from [0, 1): in float32 the product stays below any count under 2^23.
+    return jnp.floor(uniform * jnp.asarray(count, uniform.dtype)).astype(jnp.int32)
 
 
 def _require(met: bool, message: str) -> None:
@@ -334,8 +341,7 @@ def _require(met: bool, message: str) -> None:
 
 def _steps(value: float, origin: float, step: float) -> Decimal:
     """(value - origin) / step in decimals, where 0.2 is exactly two steps of 0.1; 0 for no step."""
-    value, origin, step = (Decimal(str(number)) for number in (value, origin, step))
-    return (value - origin) / step if step else step
+    return (Decimal(str(value)) - Decimal(str(origin))) / Decimal(str(step)) if step else Decimal(0)
 
 
 def _lattice(low: float, high: float, step: float) -> Float[np.ndarray, "codes"] | None:

@@ -3,11 +3,15 @@
 Letters: B batch, T queries, S cached keys, H heads, K key-value heads (G = H / K heads share one), D head dim.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 _BLOCK = 128  # queries a step on the CPU; 64 to 256 measured within noise of each other
+_SPANS = 8
 _LOGITS_AT_ONCE = 64 * 2**20  # bytes of attention logits that the blocked path holds (of one row, or of several short ones)
 
 
@@ -27,28 +31,34 @@ def causal_attention(
 def blocked_attention(
     q: Float[Array, "B T H D"], k: Float[Array, "B T K D"], v: Float[Array, "B T K D"], block: int = _BLOCK
 ) -> Float[Array, "B T H D"]:
-    """Exact causal attention, a block of queries at a time over the keys that it may see, a few rows at a time.
+    """Exact causal attention, a block of queries at a time, a few rows at a time.
 
-    The blocks are unrolled, so that a block never meets the keys behind it: half of the full product is never computed, and
-    the logits of all rows, heads and queries are never in memory together.
+    The blocks of one of `_SPANS` spans meet the keys up to the span's end: nearly half of the full product is never computed.
+    They go one after the other, so that the logits of all rows, heads and queries are never in memory together, as they
+    would be if the blocks were unrolled: XLA runs what does not depend on each other at once.
     """
     batch, length, heads, head_dim = q.shape
     groups = heads // k.shape[2]
-    block = max(block, -(-length // 64))  # at most 64 unrolled blocks
+    span = block * -(-length // (_SPANS * block))
     at_once = max(1, min(batch, _LOGITS_AT_ONCE // (4 * heads * min(block, length) * length)))
+
+    def query(q_and_position: tuple[Array, Array], k: Array, v: Array) -> Array:
+        q, position = q_and_position
+        logits = _einsum("kgd,ksd->kgs", q, k) * (head_dim**-0.5)
+        weights = _softmax(jnp.where(jnp.arange(k.shape[1]) <= position, logits, -jnp.inf), q.dtype)
+        return _einsum("kgs,ksd->kgd", weights, v).astype(q.dtype)
 
     def row(qkv: tuple[Array, Array, Array]) -> Array:
         q, k, v = qkv
-        q = q.reshape(length, -1, groups, head_dim).transpose(1, 2, 0, 3)  # [K, G, T, D]
+        q = q.reshape(length, -1, groups, head_dim)  # [T, K, G, D]
         k, v = k.transpose(1, 0, 2), v.transpose(1, 0, 2)  # [K, T, D]
-        blocks = []
-        for start in range(0, length, block):
-            end = min(start + block, length)
-            logits = _einsum("kgtd,ksd->kgts", q[:, :, start:end], k[:, :end]) * (head_dim**-0.5)
-            seen = jnp.arange(end)[None, :] <= jnp.arange(start, end)[:, None]
-            weights = _softmax(jnp.where(seen, logits, -jnp.inf), q.dtype)
-            blocks.append(_einsum("kgts,ksd->kgtd", weights, v[:, :end]).astype(q.dtype))
-        return jnp.concatenate(blocks, axis=2).transpose(2, 0, 1, 3).reshape(length, heads, head_dim)
+        spans = []
+        for start in range(0, length, span):
+            end = min(start + span, length)
+            over_keys = partial(query, k=k[:, :end], v=v[:, :end])
+            queries = q[start:end], jnp.arange(start, end)
+            spans.append(jax.lax.map(over_keys, queries, batch_size=min(block, end - start)))
+        return jnp.concatenate(spans).reshape(length, heads, head_dim)
 
     return jax.lax.map(row, (q, k, v), batch_size=at_once)
 
@@ -71,7 +81,7 @@ def _softmax(logits: Array, dtype: jnp.dtype) -> Array:
 
 def _einsum(equation: str, a: Array, b: Array) -> Array:
     # Logits and sums in float32 (float64 for float64): 16-bit attention loses exactly the far positions that we measure.
-    wide = jnp.promote_types(a.dtype, jnp.float32)
+    wide = np.promote_types(a.dtype, jnp.float32)
     return jnp.einsum(
         equation, a, b, preferred_element_type=wide, precision=jax.lax.Precision.HIGHEST if a.dtype == wide else None
     )

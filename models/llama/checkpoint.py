@@ -34,7 +34,7 @@ from lpes_jax.models.llama.model import Llama
 
 # Leaf of `Llama` -> its Hugging Face tensor ({} the layer, stacked on the first axis), and whether that is transposed:
 # torch keeps [out, in], we keep [in, out].
-RULES: dict[tuple[str, ...], tuple[str, bool]] = {
+RULES: dict[tuple[Any, ...], tuple[str, bool]] = {
     ("embed",): ("model.embed_tokens.weight", False),
     ("layers", "attention_norm"): ("model.layers.{}.input_layernorm.weight", False),
     ("layers", "query"): ("model.layers.{}.self_attn.q_proj.weight", True),
@@ -227,7 +227,7 @@ def save_llama(model: Llama, folder: Path) -> None:
         os.replace(file, file.with_suffix(""))
 
 
-def _check_tensors(checkpoint: Checkpoint, leaves: Iterable[tuple[tuple, Any]]) -> None:
+def _check_tensors(checkpoint: Checkpoint, leaves: Iterable[tuple[tuple[Any, ...], Any]]) -> None:
     """Raise one UserError for all tensors that are missing, unknown or of another shape."""
     wanted = {name: shape for path, leaf in leaves for name, _, shape in _tensors_of(path, leaf.shape)}
     names = checkpoint.names()
@@ -248,7 +248,7 @@ def _can_be_ignored(name: str, config: LlamaConfig) -> bool:
     return name.endswith(".rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings)
 
 
-def _tensors_of(path: tuple, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+def _tensors_of(path: tuple[Any, ...], shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
     """The Hugging Face tensors of a leaf: name, index into the leaf, shape in torch order."""
     name, transposed = RULES[path]
     for index in [(layer,) for layer in range(shape[0])] if "{}" in name else [()]:
@@ -256,7 +256,7 @@ def _tensors_of(path: tuple, shape: tuple[int, ...]) -> Iterator[tuple[str, tupl
         yield name.format(*index), index, part[::-1] if transposed else part
 
 
-def _read_leaf(checkpoint: Checkpoint, path: tuple, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+def _read_leaf(checkpoint: Checkpoint, path: tuple[Any, ...], shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
     buffer = np.empty(shape, dtype)
     for name, index, _ in _tensors_of(path, shape):
         tensor = checkpoint.read(name)
@@ -273,7 +273,7 @@ def _open_safetensors(path: Path) -> safe_open:
         raise UserError(f"{path}: truncated or not a safetensors file ({error}); fetch it again") from error
 
 
-def _read_json(path: Path) -> dict:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:

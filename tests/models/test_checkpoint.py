@@ -164,7 +164,7 @@ def test_transformers_reads_what_is_saved(tmp_path):
     pytest.importorskip("torch")
     from transformers import LlamaForCausalLM
 
-    save_llama(Llama(CONFIG, rngs=nnx.Rngs(1)), tmp_path)
+    save_llama(Llama(CONFIG, rngs=nnx.Rngs(1), dtype=jnp.dtype("float32")), tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
     model, report = LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]

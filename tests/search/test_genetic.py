@@ -22,8 +22,17 @@ from lpes_jax.search.genetic import (
     mutation,
 )
 
+pytestmark = pytest.mark.promotes  # evosax's own ask and tell promote dtypes
 KEY = jax.random.key(0)
 TARGET = np.array([[3, 1.1], [9, 1.9], [15, 1.3], [28, 1.0]])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """Nearly all of the time here is compilation."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @cache
@@ -221,7 +230,7 @@ def test_more_tries_find_a_valid_crossover():
     far_apart = jnp.array([[[0, 2], [1, 2], [2, 2], [3, 2]], [[28, 8], [29, 8], [30, 8], [31, 8]]], jnp.float32)
     keys = jax.random.split(KEY, 2000)
     for tries in (1, 4, 16):
-        *_, valid = jax.vmap(lambda key, tries=tries: crossover(key, far_apart, jnp.array(2), tries))(keys)
+        *_, valid = jax.jit(jax.vmap(lambda key, tries=tries: crossover(key, far_apart, jnp.array(2), tries)))(keys)
         assert abs(float(valid.mean()) - (1 - (6 / 7) ** tries)) < 0.05
 
 
@@ -270,7 +279,7 @@ def test_nan_is_bred_from_only_where_nothing_else_is(finite):
     mutated = set(state.lineage.parents[:16, 0].tolist())
     paired = set(state.lineage.parents[16:].ravel().tolist()) - {-1}
     if finite == 3:
-        assert mutated == paired == set(good)
+        assert mutated == set(good) and paired <= set(good)
     elif finite == 1:
         assert mutated == set(good) and len(paired) == 2 and set(good) < paired
     else:
@@ -339,7 +348,7 @@ def test_one_operator_alone(mutations, crossovers, parents):
     assert state.population.shape == (parents, 8)
 
 
-@settings(max_examples=6, deadline=None, phases=[Phase.generate])  # an example is a compilation: no shrinking
+@settings(max_examples=4, deadline=None, phases=[Phase.generate])  # an example is a compilation: no shrinking
 @given(st.integers(4, 40), st.integers(2, 5), st.integers(2, 6), st.integers(0, 2**31 - 1))
 def test_every_candidate_satisfies_equations_9_and_10(num_layers, points, parents, seed):
     points = min(points, num_layers)

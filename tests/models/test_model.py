@@ -1,0 +1,257 @@
+"""The decoder: attention against float64 NumPy, padding, factors, gradients and dtypes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import lpes_jax as lj
+from lpes_jax.models.llama.attention import blocked_attention, cached_attention, causal_attention
+from lpes_jax.models.llama.model import hidden_states, output_logits
+from lpes_jax.rope import RopeTable, inverse_frequencies, rope_table, scale_layers
+
+
+def exact_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """softmax(q k^T / sqrt(D) + causal mask) v, one head at a time, in float64."""
+    q, k, v = (np.asarray(array, np.float64) for array in (q, k, v))
+    shared = q.shape[2] // k.shape[2]
+    out = np.zeros_like(q)
+    for row, head in np.ndindex(q.shape[0], q.shape[2]):
+        logits = q[row, :, head] @ k[row, :, head // shared].T / np.sqrt(q.shape[-1])
+        logits[np.triu_indices(len(logits), 1)] = -np.inf
+        weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        out[row, :, head] = weights / weights.sum(axis=-1, keepdims=True) @ v[row, :, head // shared]
+    return out
+
+
+def qkv(batch: int, length: int, heads: int, kv_heads: int, head_dim: int, dtype=jnp.float32) -> list[jax.Array]:
+    keys = jax.random.split(jax.random.key(length), 3)
+    shapes = [(batch, length, count, head_dim) for count in (heads, kv_heads, kv_heads)]
+    return [2 * jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def table_of(model: lj.Llama, factors=None, granularity="layer") -> RopeTable:
+    config = model.config
+    return rope_table(config.rope, config.head_dim, config.num_layers, factors, granularity)
+
+
+def tokens_of(batch: int, length: int, seed: int = 0) -> jax.Array:
+    return jax.random.randint(jax.random.key(seed), (batch, length), 0, 300)
+
+
+@jax.jit
+def log_likelihood(model: lj.Llama, tokens: jax.Array, table: RopeTable) -> jax.Array:
+    logits = output_logits(model, hidden_states(model, tokens, table))
+    chosen = jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), tokens[:, 1:, None], axis=-1)
+    return chosen.sum()
+
+
+@pytest.mark.parametrize(
+    "batch, length, heads, kv_heads, block",
+    [(1, 1, 2, 2, 128), (2, 7, 4, 2, 3), (3, 33, 6, 2, 8), (2, 65, 3, 1, 64), (5, 19, 4, 4, 128), (2, 129, 6, 3, 128)],
+)
+def test_blocked_attention_equals_plain(batch, length, heads, kv_heads, block):
+    q, k, v = qkv(batch, length, heads, kv_heads, 8)
+    wanted = exact_attention(q, k, v)
+    np.testing.assert_allclose(jax.jit(blocked_attention, static_argnums=3)(q, k, v, block), wanted, atol=3e-6)
+    if block == 128:
+        np.testing.assert_allclose(jax.jit(causal_attention)(q, k, v), wanted, atol=3e-6)
+
+
+def test_blocked_attention_a_few_rows_at_a_time(monkeypatch):
+    monkeypatch.setattr("lpes_jax.models.llama.attention._LOGITS_AT_ONCE", 2 * 4 * 4 * 8 * 30)  # two rows of five
+    q, k, v = qkv(5, 30, 4, 2, 8)
+    np.testing.assert_allclose(blocked_attention(q, k, v, 8), exact_attention(q, k, v), atol=3e-6)
+
+
+def test_very_long_prompts_keep_to_64_blocks():
+    """Blocks are unrolled: their number must not grow with the prompt."""
+    q, k, v = (jax.ShapeDtypeStruct((1, 20_000, heads, 64), jnp.float32) for heads in (4, 2, 2))
+    text = str(jax.make_jaxpr(blocked_attention)(q, k, v))
+    assert 60 <= text.count("reduce_max") <= 70
+
+
+def test_grouped_queries_share_neighbouring_heads():
+    """Heads 0 to 2 read key-value head 0, 3 to 5 the other; not 0, 2, 4 and 1, 3, 5."""
+    q, k, v = qkv(1, 4, 6, 2, 8)
+    v = v.at[:, :, 0].set(1.0).at[:, :, 1].set(2.0)
+    out = blocked_attention(q, k, v)
+    np.testing.assert_allclose(out[0, :, :, 0], np.tile([1, 1, 1, 2, 2, 2], (4, 1)), rtol=1e-6)
+
+
+def test_attention_of_bfloat16_sums_in_float32():
+    q, k, v = qkv(2, 50, 4, 2, 16, jnp.bfloat16)
+    out = blocked_attention(q, k, v, 16)
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(out, np.float64), exact_attention(q, k, v), atol=0.06)  # |v| is up to 8
+
+
+def test_cached_attention_is_the_last_row_of_full_attention():
+    q, k, v = qkv(3, 20, 6, 2, 8)
+    for lengths in ([20, 20, 20], [1, 7, 20]):
+        at = jnp.array(lengths) - 1
+        full = exact_attention(q, k, v)[np.arange(3), np.asarray(at)]
+        last = cached_attention(q[jnp.arange(3), at][:, None], k, v, at + 1)
+        np.testing.assert_allclose(last[:, 0], full, atol=3e-6)
+
+
+def test_attention_never_holds_all_logits():
+    batch, length, heads, kv_heads, head_dim = 2, 4096, 8, 4, 32
+    shapes = [jax.ShapeDtypeStruct((batch, length, n, head_dim), jnp.float32) for n in (heads, kv_heads, kv_heads)]
+    compiled = jax.jit(blocked_attention).lower(*shapes).compile()
+    temporary = compiled.memory_analysis().temp_size_in_bytes
+    assert 0 < temporary < batch * heads * length * length * 4 / 8
+
+
+def test_the_model_never_holds_all_logits(tiny_model):
+    batch, length = 4, 2048
+    tokens = jax.ShapeDtypeStruct((batch, length), jnp.int32)
+    compiled = jax.jit(hidden_states).lower(tiny_model, tokens, table_of(tiny_model)).compile()
+    assert 0 < compiled.memory_analysis().temp_size_in_bytes < batch * 6 * length * length * 4 / 4
+
+
+def test_padding_on_the_right_changes_nothing(tiny_model):
+    tokens = tokens_of(2, 40)
+    whole = lj.logits(tiny_model, tokens)
+    other_end = lj.logits(tiny_model, tokens.at[:, 23:].set(7))
+    np.testing.assert_array_equal(whole[:, :23], other_end[:, :23])
+    assert not np.allclose(whole[:, 23:], other_end[:, 23:], atol=1e-2)
+    np.testing.assert_allclose(lj.logits(tiny_model, tokens[:, :23]), whole[:, :23], rtol=0, atol=1e-4)
+
+
+def test_a_batch_of_unequal_lengths_equals_single_runs(tiny_model):
+    tokens, factors = tokens_of(4, 32), jnp.array([1.0, 2.0, 1.5])
+    together = lj.logits(tiny_model, tokens, factors)
+    for row, length in enumerate([5, 10, 31, 32]):
+        alone = lj.logits(tiny_model, tokens[row : row + 1, :length], factors)
+        np.testing.assert_allclose(together[row, :length], alone[0], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "granularity, shape", [("layer", (3,)), ("layer_band", (3, 4)), ("layer_group", (3, 2)), ("layer_group_band", (3, 2, 4))]
+)
+def test_factors_of_one_change_no_bit(tiny_model, granularity, shape):
+    tokens = tokens_of(2, 40)
+    plain = lj.logits(tiny_model, tokens)
+    assert plain.dtype == jnp.float32 and plain.shape == (2, 40, 300)
+    np.testing.assert_array_equal(plain, lj.logits(tiny_model, tokens, lj.LayerFactors(np.ones(shape), granularity)))
+    if granularity == "layer":
+        np.testing.assert_array_equal(plain, lj.logits(tiny_model, tokens, jnp.ones(3)))
+
+
+def test_uniform_factors_are_position_interpolation_bit_for_bit(tiny_model):
+    from dataclasses import replace
+
+    from lpes_jax.rope import RopeParameters
+
+    tokens = tokens_of(2, 40)
+    graph, state = nnx.split(tiny_model)
+    interpolated = nnx.merge(graph, state)
+    interpolated.config = replace(tiny_model.config, rope=RopeParameters(10_000.0, "linear", 1.3))
+    np.testing.assert_array_equal(lj.logits(tiny_model, tokens, jnp.full(3, 1.3)), lj.logits(interpolated, tokens))
+
+
+def test_each_layer_has_its_own_factor(tiny_model):
+    tokens = tokens_of(1, 40)
+    plain = lj.logits(tiny_model, tokens)
+    changed = [lj.logits(tiny_model, tokens, jnp.ones(3).at[layer].set(2.0)) for layer in range(3)]
+    for at, logits in enumerate(changed):
+        np.testing.assert_array_equal(plain[:, 0], logits[:, 0])  # the first token has no distances
+        assert float(jnp.abs(plain - logits).max()) > 0.1
+        for other in changed[:at]:
+            assert float(jnp.abs(other - logits).max()) > 0.1
+
+
+def test_groups_and_bands_of_one_shape_differ(tiny_model):
+    tokens, factors = tokens_of(1, 40), np.array([[1.0, 2.0]] * 3)
+    by_band = lj.logits(tiny_model, tokens, lj.LayerFactors(factors, "layer_band"))
+    by_group = lj.logits(tiny_model, tokens, lj.LayerFactors(factors, "layer_group"))
+    assert float(jnp.abs(by_band - by_group).max()) > 0.1
+
+
+def test_group_factors_reach_their_heads_alone(tiny_model):
+    """Silenced heads of group 1 leave a model in which the factors of group 1 do nothing, and those of group 0 do."""
+    graph, state = nnx.split(tiny_model)
+    silent = nnx.merge(graph, state)
+    silent.layers.output[...] = silent.layers.output[...].at[:, 3 * 8 :].set(0)
+    tokens = tokens_of(1, 40)
+    plain = lj.logits(silent, tokens)
+    second = lj.logits(silent, tokens, lj.LayerFactors([[1.0, 3.0]] * 3 @ np.eye(2), "layer_group"))
+    first = lj.logits(silent, tokens, lj.LayerFactors([[3.0, 1.0]] * 3 @ np.eye(2), "layer_group"))
+    np.testing.assert_array_equal(plain, second)
+    assert float(jnp.abs(plain - first).max()) > 0.1
+
+
+def test_factors_of_another_model_are_refused(tiny_model):
+    with pytest.raises(lj.UserError, match="4 layers of factors, but the model has 3"):
+        lj.logits(tiny_model, tokens_of(1, 4), lj.LayerFactors.uniform(1.5, 4))
+
+
+def test_rematerialised_layers_have_the_same_gradient(tiny_model):
+    tokens = tokens_of(2, 24)
+
+    @jax.jit
+    def gradients(model, factors):
+        def loss(model, factors, remat):
+            hidden = hidden_states(model, tokens, table_of(model, factors), remat=remat)
+            return jax.nn.logsumexp(output_logits(model, hidden), axis=-1).sum()
+
+        return [jax.value_and_grad(loss, argnums=(0, 1))(model, factors, remat) for remat in (False, True)]
+
+    kept, recomputed = gradients(tiny_model, jnp.array([1.0, 1.5, 2.0]))
+    for one, other in zip(jax.tree.leaves(kept), jax.tree.leaves(recomputed), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * float(jnp.abs(one).max()))
+
+
+def test_gradient_in_the_factors_equals_finite_differences(tiny_model):
+    tokens = tokens_of(2, 24)
+    config = tiny_model.config
+    cases = {
+        "layer": np.array([1.1, 1.5, 1.9]),
+        "layer_group_band": np.linspace(1.0, 2.0, 3 * 2 * 4).reshape(3, 2, 4),
+    }
+    with jax.enable_x64(True):
+        model = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), tiny_model)
+        inv_freq = inverse_frequencies(config.rope, config.head_dim).astype(jnp.float64)
+
+        for granularity, factors in cases.items():
+
+            def value(factors, granularity=granularity):
+                table = RopeTable(scale_layers(inv_freq, factors, granularity), jnp.ones((), jnp.float64))
+                return log_likelihood(model, tokens, table)
+
+            value = jax.jit(value)
+            factors = jnp.asarray(factors, jnp.float64)
+            gradient = np.asarray(jax.jit(jax.grad(value))(factors))
+            assert gradient.dtype == np.float64
+            step = 1e-5
+            for at in list(np.ndindex(factors.shape))[:: max(1, factors.size // 4)]:
+                moved = [float(value(factors.at[at].add(k * step))) for k in (-2, -1, 1, 2)]
+                difference = (moved[0] - 8 * moved[1] + 8 * moved[2] - moved[3]) / (12 * step)
+                assert abs(difference) > 1e-3
+                assert gradient[at] == pytest.approx(difference, rel=1e-6)
+
+
+def test_bfloat16_is_close_to_float32(tiny_model):
+    """Weights and activations of eight bits: logits agree to a few percent of their spread, and where the argmax is clear."""
+    tokens, factors = tokens_of(4, 64), jnp.array([1.0, 1.5, 2.0])
+    rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tiny_model)
+    wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), rounded)  # the same weights
+    exact = np.asarray(lj.logits(wide, tokens, factors))
+    short = lj.logits(rounded, tokens, factors)
+    assert short.dtype == jnp.float32
+    short = np.asarray(short)
+    errors = np.abs(short - exact).mean()
+    assert 0 < errors < 0.05 * exact.std()
+    top = np.sort(exact, axis=-1)
+    clear = top[..., -1] - top[..., -2] > 0.2 * exact.std()
+    assert clear.mean() > 0.3
+    assert (short.argmax(-1) == exact.argmax(-1))[clear].mean() > 0.98
+
+
+def test_bfloat16_leaves_the_tables_alone(tiny_model):
+    """Casting every weight casts no position: the tables are no part of the model."""
+    rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tiny_model)
+    np.testing.assert_array_equal(table_of(rounded).inv_freq, table_of(tiny_model).inv_freq)
+    assert {leaf.dtype for leaf in jax.tree.leaves(rounded)} == {jnp.dtype(jnp.bfloat16)}
