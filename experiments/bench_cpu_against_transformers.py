@@ -2,8 +2,8 @@
 
     python experiments/bench_cpu_against_transformers.py
 
-Eight key-value prompts of about 420 tokens, two threads. transformers is timed twice: as it comes (logits at every position) and
-with `logits_to_keep`, which like ours computes logits at the answer alone. Each is the best of some interleaved runs.
+Eight key-value prompts of 420 tokens, two threads. transformers is timed twice: as it comes (logits at every position) and with
+`logits_to_keep`, which like ours computes logits at the answer alone. The best of five runs each.
 """
 
 import os
@@ -64,7 +64,9 @@ def main() -> None:
     for run in contestants.values():
         run()
     seconds = {name: min(_timed(run) for _ in range(REPEATS)) for name, run in contestants.items()}
-    print(f"jax {jax.__version__}, torch {torch.__version__}, transformers {transformers.__version__}, {THREADS} threads, float32")
+    print(
+        f"jax {jax.__version__}, torch {torch.__version__}, transformers {transformers.__version__}, {THREADS} threads, float32"
+    )
     for name, value in seconds.items():
         print(f"{name:36} {PROMPTS / value:6.2f} prompts/s   lpes_jax is {value / seconds['lpes_jax']:.2f} x")
 

@@ -1,6 +1,6 @@
 """Prompts a second of the scorer: one factor vector on key-value prompts, after compilation.
 
-    python experiments/bench_scoring.py --num-pairs 5 --limit 300
+python experiments/bench_scoring.py --num-pairs 5 --limit 300
 """
 
 import time
@@ -41,17 +41,21 @@ def main(settings: Settings) -> None:
     encoded = task_prompts.encode(prompts, loaded.tokenizer, loaded.model.config.max_position_embeddings)
     scorer = Scorer(loaded.model, encoded, batch_size=settings.batch_size)
     ones = np.ones((1, loaded.model.config.num_layers))
-    seconds = []
-    for _ in range(settings.repeats + 1):
+    start = time.perf_counter()
+    scores = scorer(ones)
+    seconds = [time.perf_counter() - start]
+    for _ in range(settings.repeats):
         start = time.perf_counter()
-        scores = scorer(ones)
+        scorer(ones)
         seconds.append(time.perf_counter() - start)
     by_position = scores.correct.reshape(-1, len(settings.positions)).mean(axis=0)
     tokens = sum(len(prompt.ids) + len(prompt.answers[0]) for prompt in encoded)
     weights = sum(leaf.size for leaf in jax.tree.leaves(loaded.model.layers))
     best = float(np.median(seconds[1:]))
     print(environment()["devices"], environment()["versions"])
-    print(f"first call {seconds[0]:.1f} s, then {best:.3f} s (median of {settings.repeats}); {scorer.compilations} compiled shapes")
+    print(
+        f"first call {seconds[0]:.1f} s, then {best:.3f} s (median of {settings.repeats}); compiled: {scorer.compilations}"
+    )
     print(
         f"{len(encoded) / best:.0f} prompts/s, {tokens / best:.0f} tokens/s ({tokens / len(encoded):.0f} a prompt), "
         f"{2 * weights * tokens / best / 1e12:.0f} TFLOP/s in the layers' products"

@@ -7,7 +7,7 @@ tokenizer = lj.load_tokenizer("smollm2-135m-instruct")
 factors = lj.LayerFactors.load("runs/search/factors.json")
 logits = lj.logits(model, tokens, factors)                 # i32[B, T] -> f32[B, T, V]
 texts = lj.generate(model, tokenizer, ["..."], factors)
-result = lj.run_search(lj.SearchSettings(preset="quick"))  # what `python -m lpes_jax.search` runs
+result = lj.run_search(lj.preset("quick"))  # what `python -m lpes_jax.search` runs
 """
 
 from lpes_jax.api import generate, logits
@@ -18,7 +18,7 @@ from lpes_jax.factors import LayerFactors
 from lpes_jax.models.llama import Llama, LlamaConfig, load_model, load_tokenizer
 from lpes_jax.rope import scale_layers
 from lpes_jax.scoring import population_scores
-from lpes_jax.search import SearchSettings, run_search
+from lpes_jax.search import SearchSettings, preset, run_search
 
 __all__ = [
     "EvaluateSettings",
@@ -33,6 +33,7 @@ __all__ = [
     "load_tokenizer",
     "logits",
     "population_scores",
+    "preset",
     "run_evaluation",
     "run_search",
     "scale_layers",

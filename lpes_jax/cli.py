@@ -31,12 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return import_module(VERBS[arguments[0]]).main(arguments[1:])
 
 
-def run_verb(
-    flags: type[Flags], run: Callable[[Flags], object], manual: str, arguments: Sequence[str] | None, name: str
-) -> int:
-    """Parse `arguments` (None: the process's own) into `flags` and run the verb; returns the exit code."""
+def run_verb(defaults: Flags, run: Callable[[Flags], object], manual: str, arguments: Sequence[str], name: str) -> int:
+    """Parse `arguments` over the dataclass `defaults` and run the verb with the result; returns the exit code."""
     try:
-        run(_parse(flags, manual, sys.argv[1:] if arguments is None else arguments, f"python -m lpes_jax.{name}"))
+        run(_parse(defaults, manual, arguments, f"python -m lpes_jax.{name}"))
     except UserError as error:
         return fail(str(error))
     except KeyboardInterrupt:
@@ -45,18 +43,36 @@ def run_verb(
     return 0
 
 
+def value_of(flag: str, arguments: Sequence[str]) -> str | None:
+    """What stands behind `flag` (`--flag value` or `--flag=value`), the last time it is given."""
+    value = None
+    for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
+        if argument == flag:
+            value = following
+        elif argument.startswith(f"{flag}="):
+            value = argument.partition("=")[2]
+    return value
+
+
 def fail(message: str) -> int:
     """Print the one line of a user's mistake; returns its exit code."""
     print("error: " + " ".join(message.split()), file=sys.stderr)
     return 2
 
 
-def _parse(flags: type[Flags], manual: str, arguments: Sequence[str], prog: str) -> Flags:
+def _parse(defaults: Flags, manual: str, arguments: Sequence[str], prog: str) -> Flags:
     # tyro draws its errors as a box; its first paragraph becomes our one line.
     captured = io.StringIO()
     try:
         with contextlib.redirect_stderr(captured):
-            return tyro.cli(flags, prog=prog, description=manual, args=list(arguments), config=(tyro.conf.FlagCreatePairsOff,))
+            return tyro.cli(
+                type(defaults),
+                default=defaults,
+                prog=prog,
+                description=manual,
+                args=list(arguments),
+                config=(tyro.conf.FlagCreatePairsOff,),
+            )
     except SystemExit as stop:
         if not stop.code:
             raise

@@ -1,14 +1,11 @@
 """Measure a model, with factors or without, by the position of the fact.
 
 Examples:
-
   python -m lpes_jax.evaluate --num-pairs 5 --limit 100 --output-path OUT
       the model as it is: its U curve
-
   python -m lpes_jax.evaluate --num-pairs 5 --limit 100 --factors RUN/factors.json --output-path OUT
       and what factors change, with a paired test
-
-  python -m lpes_jax.evaluate --model DIR --data kv-retrieval-75_keys.jsonl.gz --num-pairs 75 --split all --limit 500 --output-path OUT
+  python -m lpes_jax.evaluate --model DIR --data kv-retrieval-75_keys.jsonl.gz --num-pairs 75 --split all --output-path OUT
       lost-in-the-middle's own file
 
 OUT gets results.json (lm-evaluation-harness's layout), results.md, samples.jsonl and the picture positions.{png,svg}.
@@ -153,7 +150,9 @@ def _write(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The verb; returns the exit code."""
-    return run_verb(EvaluateSettings, run_evaluation, __doc__ or "", arguments, "evaluate")
+    return run_verb(
+        EvaluateSettings(), run_evaluation, __doc__ or "", sys.argv[1:] if arguments is None else arguments, "evaluate"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""(model, prompts, factors [P, ...]) -> for every individual and prompt: is the gold answer what the model says, and how likely is it.
+"""(model, prompts, factors [P, ...]) -> for every individual and prompt: does the model say the gold answer, how likely is it.
 
 No text is generated. The gold answer stands behind the prompt (teacher forcing); it is what greedy generation gives exactly if
 each of its tokens is the argmax. Its log-likelihood comes from the same pass.
@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -74,8 +74,8 @@ def population_scores(
     return jax.vmap(individual)(factors)
 
 
-def population_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """All local devices along the population axis; the model axis has one."""
+def population_mesh(devices: Sequence[Any] | None = None) -> Mesh:
+    """`devices` (None: all local ones) along the population axis; the model axis has one."""
     devices = jax.local_devices() if devices is None else devices
     return Mesh(np.array(devices).reshape(-1, 1), ("population", "model"), axis_types=(AxisType.Auto,) * 2)
 
@@ -205,13 +205,13 @@ def generate_ids(
 
 
 def round_up(length: int) -> int:
-    """The padded length of a prompt: the next of sixteen steps to its power of two (steps of 32 at least): few shapes, little waste."""
+    """The padded length of a prompt: up to the next 32, or sixteenth of its power of two: few shapes, little waste."""
     step = max(32, 1 << (length - 1).bit_length() >> 4)
     return -(-length // step) * step
 
 
 def _batches(rows: list[tuple[list[int], list[int]]], batch_size: int) -> list[tuple[np.ndarray, Batch]]:
-    # Sorted by length, so that a batch holds rows alike; each with the rows' indices. Short batches are filled by their first row.
+    # Sorted by length, so that a batch holds rows alike; each with its rows' indices. A short batch repeats its first row.
     order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]) + len(rows[i][1]))
     answer_length = max(len(answer) for _, answer in rows)
     batches = []
@@ -243,7 +243,7 @@ def _padded(sequences: list[list[int]], length: int) -> tuple[Int[np.ndarray, "B
 
 
 def _tokens_at_once(model: Llama, length: int, answer_length: int) -> int:
-    # Peak activations of a token: a few copies of the hidden state, of q, k, v and of the MLP, and float32 logits at the answers.
+    # Peak activations of a token: some copies of the hidden state, of q, k, v and of the MLP; float32 logits at the answers.
     config = model.config
     width = 6 * config.hidden_size + 3 * config.intermediate_size + 4 * config.num_heads * config.head_dim
     token = width * model.embed[...].dtype.itemsize + 3 * 4 * config.vocab_size * answer_length // length

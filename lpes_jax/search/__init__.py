@@ -1,10 +1,12 @@
-"""Search a model's layer factors: `run_search(SearchSettings(...))`, or `python -m lpes_jax.search`."""
+"""Search a model's layer factors: `run_search(preset("quick"))`, or `python -m lpes_jax.search`."""
 
 import time
 from dataclasses import replace
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
+
 from lpes_jax.curves import bezier_outline
 from lpes_jax.evaluation import BASELINE, PLAIN, results_record, rows, write_samples
 from lpes_jax.factors import write_json
@@ -12,10 +14,10 @@ from lpes_jax.models.llama import load
 from lpes_jax.report.plots import factors_by_layer, u_curve
 from lpes_jax.report.tables import console, markdown, position_table
 from lpes_jax.search.loop import SearchResult, search
-from lpes_jax.search.settings import SearchSettings, as_record, resolve
+from lpes_jax.search.settings import SearchSettings, as_record, check, preset
 from lpes_jax.tasks import make_task
 
-__all__ = ["SearchResult", "SearchSettings", "run_search"]
+__all__ = ["SearchResult", "SearchSettings", "preset", "run_search"]
 
 
 def run_search(settings: SearchSettings) -> SearchResult:
@@ -24,7 +26,7 @@ def run_search(settings: SearchSettings) -> SearchResult:
     Raises UserError where the settings, the model or the data cannot be used, before anything is searched.
     """
     started = time.time()
-    settings = resolve(settings)
+    check(settings)
     task = make_task(
         settings.task,
         num_pairs=settings.num_pairs,
@@ -66,7 +68,7 @@ def _report(result: SearchResult, settings: SearchSettings, folder: Path, model:
         folder / "factors",
         result.factors.factors,
         result.control_points if settings.curve not in ("free", "authors") else None,
-        np.asarray(bezier_outline(np.asarray(result.control_points, np.float32))) if bezier else None,
+        np.asarray(bezier_outline(jnp.asarray(result.control_points, jnp.float32))) if bezier else None,
         f"{model}: factor by layer",
     )
     (folder / "results.md").write_text(markdown(table_rows, positions) + "\n", encoding="utf-8")

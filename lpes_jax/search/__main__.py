@@ -1,13 +1,10 @@
 """Search a model's layer factors.
 
 Examples:
-
   python -m lpes_jax.search --preset quick
       minutes on two cores
-
   python -m lpes_jax.search --model DIR --num-pairs 50 --preset paper --output-path RUN
       the paper's search (Tables 9 and 12) on 200 examples, reported on 500 others
-
   python -m lpes_jax.search --model DIR --num-pairs 50 --preset paper --output-path RUN --resume
       go on where a run was cut off
 
@@ -16,15 +13,28 @@ The folder gets factors.json (give it to evaluate), results.json, results.md, sa
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
-from lpes_jax.cli import run_verb
+from lpes_jax.cli import run_verb, value_of
 from lpes_jax.search import run_search
-from lpes_jax.search.settings import SearchSettings
+from lpes_jax.search.settings import PRESETS, SearchSettings
+
+
+@dataclass(frozen=True)
+class SearchFlags(SearchSettings):
+    """The settings, and the preset that gives those that are not named."""
+
+    preset: Literal["paper", "default", "quick"] = "default"
+    """paper: the paper's settings to the letter; default: the same GA with what works better; quick: minutes on two cores."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The verb; returns the exit code."""
-    return run_verb(SearchSettings, run_search, __doc__ or "", arguments, "search")
+    arguments = sys.argv[1:] if arguments is None else arguments
+    chosen = PRESETS.get(value_of("--preset", arguments) or "default", {})  # an unknown name is refused by the parser
+    defaults = SearchFlags(**chosen)
+    return run_verb(defaults, run_search, __doc__ or "", arguments, "search")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ accuracy (section 3.2), or of their mean answer log-likelihood. Individuals with
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from math import gcd, lcm
 from pathlib import Path
@@ -45,7 +45,7 @@ class SearchResult:
 
 
 def search(settings: SearchSettings, model: Llama, tokenizer: Any, task: Task, identity: dict[str, Any]) -> SearchResult:
-    """Run the search of resolved `settings` (`settings.resolve`) and leave its folder.
+    """Run the search, its settings checked, and leave its history.
 
     `identity` names the model in the records (name, num_layers, sha256). Raises UserError for what the user got wrong, before
     anything is scored.

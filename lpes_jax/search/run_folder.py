@@ -44,8 +44,8 @@ class RunFolder:
         """Refuse a line of the history that is not the individual which this search makes in its place."""
         if any(draft[name] != record.get(name) for name in draft):
             raise UserError(
-                f"--resume: individual {draft['id']} of {self.history_path} is not the one that this search makes (another version "
-                "of the program or of JAX?); give another --output-path"
+                f"--resume: individual {draft['id']} of {self.history_path} is not the one that this search makes "
+                "(another version of the program or of JAX?); give another --output-path"
             )
 
     def _check(self, recorded: dict[str, Any], config: dict[str, Any]) -> None:

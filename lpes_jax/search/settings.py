@@ -1,83 +1,60 @@
-"""What a search is asked to do: the flags of `python -m lpes_jax.search`, the presets behind them, and both put together."""
+"""What a search is asked to do: the flags of `python -m lpes_jax.search`, and the presets that set many of them at once.
 
-from dataclasses import asdict, dataclass, fields, replace
+settings = preset("quick", num_pairs=4)      # SearchSettings() is the preset `default`
+"""
+
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from lpes_jax.errors import UserError
 from lpes_jax.search.genetic import GeneticSettings
 
-Preset = Literal["paper", "default", "quick"]
 Curve = Literal["bezier", "linear", "step", "free", "authors"]
 Fitness = Literal["accuracy", "log_likelihood"]
 
-# Tables 9 and 12 to the letter: fitness is accuracy alone, and among equals the one found first stays.
-_PAPER: dict[str, Any] = {
-    "limit": 200,
-    "test_limit": 500,
-    "population_size": 32,
-    "parents": 12,
-    "mutations": 16,
-    "crossovers": 4,
-    "crossover_tries": 4,
-    "max_change_x": 2.0,
-    "max_change_y": 0.2,
-    "mutation_rate": 1.0,
-    "generations": 20,
-    "min_factor": 1.0,
-    "max_factor": 2.0,
-    "initial_factor": 1.5,
-    "x_step": 1.0,
-    "y_step": 0.1,
-    "tie_break": False,
-    "uniform_candidates": 11,
+PRESETS: dict[str, dict[str, Any]] = {
+    # The same algorithm where small models see something: from the model as it is, below 1 too, ties broken by likelihood.
+    "default": {},
+    # Tables 9 and 12 to the letter: fitness is accuracy alone, and among equals the one found first stays.
+    "paper": {"min_factor": 1.0, "initial_factor": 1.5, "y_step": 0.1, "tie_break": False, "uniform_candidates": 11},
+    # Minutes on two cores: few questions, few generations.
+    "quick": {
+        "num_pairs": 3,
+        "limit": 8,
+        "test_limit": 20,
+        "population_size": 12,
+        "parents": 4,
+        "mutations": 6,
+        "crossovers": 1,
+        "generations": 4,
+        "uniform_candidates": 7,
+    },
 }
-# The same algorithm where small models see something: from the model as it is, below 1 too, ties broken by likelihood.
-_DEFAULT = _PAPER | {
-    "min_factor": 0.5,
-    "initial_factor": 1.0,
-    "y_step": 0.05,
-    "tie_break": True,
-    "uniform_candidates": 16,
-}
-# Minutes on two cores: few questions, few generations.
-_QUICK = _DEFAULT | {
-    "limit": 8,
-    "test_limit": 20,
-    "population_size": 12,
-    "parents": 4,
-    "mutations": 6,
-    "crossovers": 1,
-    "generations": 4,
-    "uniform_candidates": 7,
-}
-PRESETS: dict[str, dict[str, Any]] = {"paper": _PAPER, "default": _DEFAULT, "quick": _QUICK}
 
 
 @dataclass(frozen=True)
 class SearchSettings:
-    """Flags that are None take the preset's value."""
+    """What to search, on what, and how."""
 
     model: str = "smollm2-135m-instruct"
     """A name in models/zoo, a folder in Hugging Face layout, a .gguf file, or a Hugging Face hub id."""
     output_path: Path = Path("runs/search")
     """Folder of the run: history.jsonl, factors.json, results.json, pictures."""
-    preset: Preset = "default"
-    """paper: the paper's settings to the letter; default: the same GA with what works better; quick: minutes on two cores."""
 
     task: str = "kv"
     """The task whose examples are searched on: kv (key-value retrieval)."""
-    num_pairs: int | None = None
-    """Key-value pairs in a prompt (default 50; quick: 3)."""
+    num_pairs: int = 50
+    """Key-value pairs in a prompt."""
     key_length: int | None = None
     """Keys and values of this many hexadecimal characters instead of UUIDs."""
     data: Path | None = None
     """A lost-in-the-middle .jsonl(.gz) file to take the examples from; without it they are generated."""
     answer_opener: str = ' "'
     """What stands at the end of the prompt, before the answer; '' admits a bare and a quoted value."""
-    limit: int | None = None
+    limit: int = 200
     """Search examples; each is scored at begin, middle and end."""
-    test_limit: int | None = None
+    test_limit: int = 500
     """Held-out examples that the search reports on at its end."""
     positions: tuple[int, ...] = (0, 25, 50, 75, 100)
     """Positions of that report, in percent of the prompt."""
@@ -90,41 +67,41 @@ class SearchSettings:
     """How control points give the layers' factors; authors: the map of the paper's released code."""
     control_points: int | None = None
     """Control points of the curve (default 4; free: one a layer)."""
-    min_factor: float | None = None
+    min_factor: float = 0.5
     """Lowest factor."""
-    max_factor: float | None = None
+    max_factor: float = 2.0
     """Highest factor."""
-    initial_factor: float | None = None
+    initial_factor: float = 1.0
     """Factor of every control point of the first individual (Eq. 8)."""
-    x_step: float | None = None
+    x_step: float = 1.0
     """Lattice of the control points' x, in layers; 0: continuous."""
-    y_step: float | None = None
+    y_step: float = 0.05
     """Lattice of the control points' y; 0: continuous."""
     fitness: Fitness = "accuracy"
     """Weighted accuracy, or weighted log-likelihood of the gold answer."""
-    tie_break: bool | None = None
+    tie_break: bool = True
     """Break ties of accuracy by the answers' likelihood."""
     weights: tuple[float, float, float] = (0.2, 0.3, 0.5)
     """Weights of begin, middle and end in the fitness; they sum to 1."""
-    population_size: int | None = None
+    population_size: int = 32
     """Individuals of generation 0 (N_ps)."""
-    parents: int | None = None
+    parents: int = 12
     """Individuals that breed (N_pa)."""
-    mutations: int | None = None
+    mutations: int = 16
     """Mutants a generation (N_mu)."""
-    crossovers: int | None = None
+    crossovers: int = 4
     """Offspring a generation by crossover (N_cr); both children of each pair are scored."""
-    crossover_tries: int | None = None
+    crossover_tries: int = 4
     """Tries for two valid children (N_ct)."""
-    max_change_x: float | None = None
+    max_change_x: float = 2.0
     """Largest change of x in a mutation, in layers (M_x)."""
-    max_change_y: float | None = None
+    max_change_y: float = 0.2
     """Largest change of y in a mutation (M_y)."""
-    mutation_rate: float | None = None
+    mutation_rate: float = 1.0
     """Probability that a mutation moves a control point."""
-    generations: int | None = None
+    generations: int = 20
     """Generations after the first (T)."""
-    uniform_candidates: int | None = None
+    uniform_candidates: int = 16
     """Values tried for one uniform factor, the control that LPES has to beat."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -137,10 +114,15 @@ class SearchSettings:
     """Go on with the run in --output-path."""
 
 
-def resolve(settings: SearchSettings) -> SearchSettings:
-    """The settings with the preset's values filled in, checked as far as they can be without the model. Raises UserError."""
-    chosen = PRESETS[settings.preset] | {"num_pairs": 3 if settings.preset == "quick" else 50}
-    settings = replace(settings, **{name: value for name, value in chosen.items() if getattr(settings, name) is None})
+def preset(name: str, **changes: Any) -> SearchSettings:
+    """The settings of a preset (`paper`, `default`, `quick`), with changes. Raises UserError for a name that is none."""
+    if name not in PRESETS:
+        raise UserError(f"--preset {name!r} is not known; the presets are: {', '.join(PRESETS)}")
+    return SearchSettings(**PRESETS[name] | changes)
+
+
+def check(settings: SearchSettings) -> None:
+    """Raise UserError for what cannot be, as far as that is known without the model."""
     for name, least in (("limit", 1), ("test_limit", 1), ("generations", 0), ("uniform_candidates", 1)):
         if getattr(settings, name) < least:
             raise UserError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(settings, name)}")
@@ -151,7 +133,6 @@ def resolve(settings: SearchSettings) -> SearchSettings:
         raise UserError("--positions: give at least one position, in percent")
     if min(settings.weights) < 0 or abs(sum(settings.weights) - 1) > 1e-6:
         raise UserError(f"--weights must be three numbers from 0 that sum to 1, got {' '.join(map(str, settings.weights))}")
-    return settings
 
 
 def genetic_settings(settings: SearchSettings, num_layers: int) -> GeneticSettings:
@@ -159,7 +140,7 @@ def genetic_settings(settings: SearchSettings, num_layers: int) -> GeneticSettin
     free = settings.curve == "free"
     if free and settings.control_points not in (None, num_layers):
         raise UserError(f"--curve free has one control point a layer, {num_layers}; leave --control-points out")
-    values = {field.name: getattr(settings, field.name, None) for field in fields(GeneticSettings)}
+    values: dict[str, Any] = {field.name: getattr(settings, field.name, None) for field in fields(GeneticSettings)}
     values["num_layers"] = num_layers
     values["control_points"] = num_layers if free else 4 if settings.control_points is None else settings.control_points
     if free:

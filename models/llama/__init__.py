@@ -28,7 +28,7 @@ class Loaded:
 
 
 def load(name_or_path: str, dtype: str = "auto") -> Loaded:
-    """All that a verb needs of a model. dtype auto: bfloat16 on a GPU, float32 on a CPU. Raises UserError as `load_model` does."""
+    """All that a verb needs of a model. dtype auto: bfloat16 on a GPU, float32 on a CPU. UserError as in `load_model`."""
     import jax
 
     from lpes_jax.models.llama.checkpoint import load_llama, open_checkpoint

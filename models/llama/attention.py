@@ -33,32 +33,38 @@ def blocked_attention(
 ) -> Float[Array, "B T H D"]:
     """Exact causal attention, a block of queries at a time, a few rows at a time.
 
-    The blocks of one of `_SPANS` spans meet the keys up to the span's end: nearly half of the full product is never computed.
-    They go one after the other, so that the logits of all rows, heads and queries are never in memory together, as they
-    would be if the blocks were unrolled: XLA runs what does not depend on each other at once.
+    The blocks of one of at most `_SPANS` spans meet the keys up to the span's end: nearly half of the full product is never
+    computed. They go one after the other, so that the logits of all rows, heads and queries are never in memory together, as
+    they would be if all blocks were unrolled: XLA runs at once what does not depend on each other.
     """
     batch, length, heads, head_dim = q.shape
     groups = heads // k.shape[2]
     span = block * -(-length // (_SPANS * block))
     at_once = max(1, min(batch, _LOGITS_AT_ONCE // (4 * heads * min(block, length) * length)))
 
-    def query(q_and_position: tuple[Array, Array], k: Array, v: Array) -> Array:
-        q, position = q_and_position
-        logits = _einsum("kgd,ksd->kgs", q, k) * (head_dim**-0.5)
-        weights = _softmax(jnp.where(jnp.arange(k.shape[1]) <= position, logits, -jnp.inf), q.dtype)
-        return _einsum("kgs,ksd->kgd", weights, v).astype(q.dtype)
+    def attend(q_and_start: tuple[Array, Array | int], k: Array, v: Array) -> Array:
+        q, start = q_and_start  # [K, G, block, D], and the position of the first query
+        logits = _einsum("kgtd,ksd->kgts", q, k) * (head_dim**-0.5)
+        seen = jnp.arange(k.shape[1])[None, :] <= start + jnp.arange(q.shape[2])[:, None]
+        weights = _softmax(jnp.where(seen, logits, -jnp.inf), q.dtype)
+        return _einsum("kgts,ksd->kgtd", weights, v).astype(q.dtype)
 
     def row(qkv: tuple[Array, Array, Array]) -> Array:
         q, k, v = qkv
-        q = q.reshape(length, -1, groups, head_dim)  # [T, K, G, D]
+        q = q.reshape(length, -1, groups, head_dim).transpose(1, 2, 0, 3)  # [K, G, T, D]
         k, v = k.transpose(1, 0, 2), v.transpose(1, 0, 2)  # [K, T, D]
-        spans = []
+        parts = []
         for start in range(0, length, span):
             end = min(start + span, length)
-            over_keys = partial(query, k=k[:, :end], v=v[:, :end])
-            queries = q[start:end], jnp.arange(start, end)
-            spans.append(jax.lax.map(over_keys, queries, batch_size=min(block, end - start)))
-        return jnp.concatenate(spans).reshape(length, heads, head_dim)
+            rest = end - (end - start) % block
+            over_keys = partial(attend, k=k[:, :end], v=v[:, :end])
+            if start < rest:
+                blocks = jnp.moveaxis(q[:, :, start:rest].reshape(*q.shape[:2], -1, block, head_dim), 2, 0)
+                attended = jax.lax.map(over_keys, (blocks, jnp.arange(start, rest, block)))
+                parts.append(jnp.moveaxis(attended, 0, 2).reshape(*q.shape[:2], rest - start, head_dim))
+            if rest < end:
+                parts.append(over_keys((q[:, :, rest:end], rest)))
+        return jnp.concatenate(parts, axis=2).transpose(2, 0, 1, 3).reshape(length, heads, head_dim)
 
     return jax.lax.map(row, (q, k, v), batch_size=at_once)
 

@@ -42,6 +42,7 @@ def tokens_of(batch: int, length: int, seed: int = 0) -> jax.Array:
 
 @jax.jit
 def log_likelihood(model: lj.Llama, tokens: jax.Array, table: RopeTable) -> jax.Array:
+    """Of every token but the first, summed."""
     logits = output_logits(model, hidden_states(model, tokens, table))
     chosen = jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), tokens[:, 1:, None], axis=-1)
     return chosen.sum()
@@ -49,27 +50,36 @@ def log_likelihood(model: lj.Llama, tokens: jax.Array, table: RopeTable) -> jax.
 
 @pytest.mark.parametrize(
     "batch, length, heads, kv_heads, block",
-    [(1, 1, 2, 2, 128), (2, 7, 4, 2, 3), (3, 33, 6, 2, 8), (2, 65, 3, 1, 64), (5, 19, 4, 4, 128), (2, 129, 6, 3, 128)],
+    [
+        (1, 1, 2, 2, 128),
+        (2, 7, 4, 2, 3),
+        (3, 33, 6, 2, 8),
+        (2, 65, 3, 1, 64),
+        (5, 19, 4, 4, 128),
+        (2, 129, 6, 3, 128),
+        (1, 147, 2, 1, 7),
+    ],
 )
 def test_blocked_attention_equals_plain(batch, length, heads, kv_heads, block):
     q, k, v = qkv(batch, length, heads, kv_heads, 8)
     wanted = exact_attention(q, k, v)
-    np.testing.assert_allclose(jax.jit(blocked_attention, static_argnums=3)(q, k, v, block), wanted, atol=3e-6)
+    np.testing.assert_allclose(jax.jit(blocked_attention, static_argnums=3)(q, k, v, block), wanted, atol=1e-5)
     if block == 128:
-        np.testing.assert_allclose(jax.jit(causal_attention)(q, k, v), wanted, atol=3e-6)
+        np.testing.assert_allclose(jax.jit(causal_attention)(q, k, v), wanted, atol=1e-5)
 
 
 def test_blocked_attention_a_few_rows_at_a_time(monkeypatch):
     monkeypatch.setattr("lpes_jax.models.llama.attention._LOGITS_AT_ONCE", 2 * 4 * 4 * 8 * 30)  # two rows of five
     q, k, v = qkv(5, 30, 4, 2, 8)
-    np.testing.assert_allclose(blocked_attention(q, k, v, 8), exact_attention(q, k, v), atol=3e-6)
+    np.testing.assert_allclose(blocked_attention(q, k, v, 8), exact_attention(q, k, v), atol=1e-5)
 
 
-def test_very_long_prompts_keep_to_64_blocks():
-    """Blocks are unrolled: their number must not grow with the prompt."""
-    q, k, v = (jax.ShapeDtypeStruct((1, 20_000, heads, 64), jnp.float32) for heads in (4, 2, 2))
-    text = str(jax.make_jaxpr(blocked_attention)(q, k, v))
-    assert 60 <= text.count("reduce_max") <= 70
+def test_programs_do_not_grow_with_the_prompt():
+    sizes = []
+    for length in (4096, 32_768):
+        q, k, v = (jax.ShapeDtypeStruct((1, length, heads, 64), jnp.float32) for heads in (4, 2, 2))
+        sizes.append(str(jax.make_jaxpr(blocked_attention)(q, k, v)).count("dot_general"))
+    assert sizes[0] == sizes[1] < 20
 
 
 def test_grouped_queries_share_neighbouring_heads():
@@ -93,7 +103,7 @@ def test_cached_attention_is_the_last_row_of_full_attention():
         at = jnp.array(lengths) - 1
         full = exact_attention(q, k, v)[np.arange(3), np.asarray(at)]
         last = cached_attention(q[jnp.arange(3), at][:, None], k, v, at + 1)
-        np.testing.assert_allclose(last[:, 0], full, atol=3e-6)
+        np.testing.assert_allclose(last[:, 0], full, atol=1e-5)
 
 
 def test_attention_never_holds_all_logits():
@@ -107,7 +117,12 @@ def test_attention_never_holds_all_logits():
 def test_the_model_never_holds_all_logits(tiny_model):
     batch, length = 4, 2048
     tokens = jax.ShapeDtypeStruct((batch, length), jnp.int32)
-    compiled = jax.jit(hidden_states).lower(tiny_model, tokens, table_of(tiny_model)).compile()
+    table = table_of(tiny_model)
+
+    def run(model, tokens, inv_freq, scaling):
+        return hidden_states(model, tokens, RopeTable(inv_freq, scaling))
+
+    compiled = jax.jit(run).lower(tiny_model, tokens, table.inv_freq, table.attention_scaling).compile()
     assert 0 < compiled.memory_analysis().temp_size_in_bytes < batch * 6 * length * length * 4 / 4
 
 
@@ -117,7 +132,7 @@ def test_padding_on_the_right_changes_nothing(tiny_model):
     other_end = lj.logits(tiny_model, tokens.at[:, 23:].set(7))
     np.testing.assert_array_equal(whole[:, :23], other_end[:, :23])
     assert not np.allclose(whole[:, 23:], other_end[:, 23:], atol=1e-2)
-    np.testing.assert_allclose(lj.logits(tiny_model, tokens[:, :23]), whole[:, :23], rtol=0, atol=1e-4)
+    np.testing.assert_allclose(lj.logits(tiny_model, tokens[:, :23]), whole[:, :23], rtol=0, atol=1e-3)  # of logits up to 20
 
 
 def test_a_batch_of_unequal_lengths_equals_single_runs(tiny_model):
@@ -125,7 +140,7 @@ def test_a_batch_of_unequal_lengths_equals_single_runs(tiny_model):
     together = lj.logits(tiny_model, tokens, factors)
     for row, length in enumerate([5, 10, 31, 32]):
         alone = lj.logits(tiny_model, tokens[row : row + 1, :length], factors)
-        np.testing.assert_allclose(together[row, :length], alone[0], rtol=0, atol=1e-4)
+        np.testing.assert_allclose(together[row, :length], alone[0], rtol=0, atol=1e-3)  # of logits up to 20
 
 
 @pytest.mark.parametrize(
@@ -225,12 +240,14 @@ def test_gradient_in_the_factors_equals_finite_differences(tiny_model):
             factors = jnp.asarray(factors, jnp.float64)
             gradient = np.asarray(jax.jit(jax.grad(value))(factors))
             assert gradient.dtype == np.float64
-            step = 1e-5
-            for at in list(np.ndindex(factors.shape))[:: max(1, factors.size // 4)]:
+            step, chosen = 1e-5, list(np.ndindex(factors.shape))[:: max(1, factors.size // 4)]
+            differences = []
+            for at in chosen:
                 moved = [float(value(factors.at[at].add(k * step))) for k in (-2, -1, 1, 2)]
-                difference = (moved[0] - 8 * moved[1] + 8 * moved[2] - moved[3]) / (12 * step)
-                assert abs(difference) > 1e-3
-                assert gradient[at] == pytest.approx(difference, rel=1e-6)
+                differences.append((moved[0] - 8 * moved[1] + 8 * moved[2] - moved[3]) / (12 * step))
+            largest = np.abs(gradient).max()
+            assert largest > 0.1
+            np.testing.assert_allclose([gradient[at] for at in chosen], differences, rtol=1e-6, atol=1e-7 * largest)
 
 
 def test_bfloat16_is_close_to_float32(tiny_model):

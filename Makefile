@@ -1,0 +1,28 @@
+# make demo, make test: each makes .venv, installs, and runs. PYTHON: any Python from 3.11 on.
+PYTHON ?= python3
+EXTRAS ?= test
+
+.PHONY: demo test clean
+
+demo: .venv/installed
+	rm -rf runs/demo
+	.venv/bin/python -m lpes_jax.search --preset quick --output-path runs/demo
+
+test: .venv/installed-$(EXTRAS)
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/basedpyright
+	.venv/bin/python -m pytest
+
+.venv/installed: pyproject.toml
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --editable .
+	touch $@
+
+.venv/installed-$(EXTRAS): pyproject.toml
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --editable '.[$(EXTRAS)]'
+	touch $@
+
+clean:
+	rm -rf .venv runs build dist *.egg-info

@@ -1,0 +1,190 @@
+"""The same numbers as transformers' torch Llama, from weights that transformers' own readers read.
+
+Live where torch is there; elsewhere against values recorded from it in tests/golden/parity.json. To record them again:
+
+    python tests/models/test_parity.py
+"""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import lpes_jax as lj
+from lpes_jax.models.llama.checkpoint import save_llama
+from lpes_jax.rope import RopeParameters
+from lpes_jax.scoring import generate_ids
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "parity.json"
+CLOSE = 2e-2  # of logits whose spread is about 4; both sides are float32 and sum in their own order
+NEW = 40
+FACTORS = {"plain": None, "factors": [round(1 + 0.8 * (layer * 7 % 30) / 29, 3) for layer in range(30)]}
+POSITIONS, TOKENS = [0, 1, 7, 50, 128, 300, 419], [0, 1, 2, 17, 198, 260, 503, 1096, 5000, 12_345, 24_000, 33_333, 49_151]
+
+
+class Run(NamedTuple):
+    """What one side makes of the prompt: its logits and its greedy continuation."""
+
+    logits: np.ndarray
+    new_ids: list[int]
+
+
+def scale_layers_of_torch(model: Any, factors: list[float]) -> list[Any]:
+    """The factors on a transformers model: each decoder layer gets cos and sin of its own positions. Handles to remove them."""
+    base, handles = model.model, []
+    for layer, factor in zip(base.layers, factors, strict=True):
+
+        def hook(module, args, kwargs, factor=factor):
+            hidden = args[0] if args else kwargs["hidden_states"]
+            kwargs["position_embeddings"] = base.rotary_emb(hidden, kwargs["position_ids"].float() / factor)
+            return args, kwargs
+
+        handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
+    return handles
+
+
+def run_torch(model: Any, ids: list[int], factors: list[float] | None) -> Run:
+    import torch
+
+    handles = scale_layers_of_torch(model, factors) if factors else []
+    tokens = torch.tensor([ids])
+    try:
+        with torch.no_grad():
+            logits = model(tokens).logits[0].numpy()
+            new = model.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=NEW)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return Run(logits, new[0, len(ids) :].tolist())
+
+
+def smollm2_of_transformers(path: Path) -> Any:
+    """From the GGUF file by transformers' own reader, which knows nothing of ours."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    config = LlamaConfig(**load_gguf_checkpoint(path)["config"])
+    model = LlamaForCausalLM(config).to(torch.float32).eval()
+    tensors = load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)["tensors"]
+    found = model.load_state_dict(tensors, strict=False)
+    assert found.missing_keys == ["lm_head.weight"] and not found.unexpected_keys  # the head is the embedding
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    model.generation_config.eos_token_id = None  # all the new tokens, whatever they are
+    return model
+
+
+@pytest.fixture(scope="module")
+def golden() -> dict[str, Any]:
+    return json.loads(GOLDEN.read_text())
+
+
+@pytest.fixture(scope="module")
+def ours(smollm2_path, golden) -> dict[str, Run]:
+    model = lj.load_model(str(smollm2_path), "float32")
+    tokens = jnp.array([golden["prompt_ids"]], jnp.int32)
+    runs = {}
+    for name, values in FACTORS.items():
+        factors = None if values is None else lj.LayerFactors(np.array(values))
+        new = generate_ids(model, [golden["prompt_ids"]], factors=factors and factors.factors, max_new_tokens=NEW, batch_size=1)
+        runs[name] = Run(np.asarray(lj.logits(model, tokens, factors))[0], new[0])
+    return runs
+
+
+@pytest.fixture(scope="module")
+def theirs(smollm2_path, golden) -> dict[str, Run]:
+    pytest.importorskip("torch")
+    model = smollm2_of_transformers(smollm2_path)
+    return {name: run_torch(model, golden["prompt_ids"], factors) for name, factors in FACTORS.items()}
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_smollm2_equals_transformers(ours, theirs, name):
+    assert ours[name].logits.shape == theirs[name].logits.shape == (422, 49_152)
+    assert np.abs(ours[name].logits - theirs[name].logits).max() < CLOSE
+    np.testing.assert_array_equal(ours[name].logits.argmax(-1), theirs[name].logits.argmax(-1))
+    assert ours[name].new_ids == theirs[name].new_ids
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_smollm2_equals_what_transformers_gave(ours, golden, name):
+    recorded = golden[name]
+    assert golden["positions"] == POSITIONS and golden["tokens"] == TOKENS and recorded["factors"] == FACTORS[name]
+    np.testing.assert_array_equal(ours[name].logits.argmax(-1), recorded["argmax"])
+    np.testing.assert_allclose(ours[name].logits[np.ix_(POSITIONS, TOKENS)], recorded["logits"], rtol=0, atol=CLOSE)
+    assert ours[name].new_ids == recorded["new_ids"]
+
+
+def test_the_recorded_factors_matter(golden):
+    """Else a port that ignores its factors would pass."""
+    plain, scaled = (np.array(golden[name]["logits"]) for name in FACTORS)
+    assert np.abs(plain - scaled)[0].max() == 0  # the first token has no distances
+    assert np.abs(plain - scaled)[1:].max() > 10 * CLOSE
+    assert golden["plain"]["new_ids"] != golden["factors"]["new_ids"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_word_embeddings": True, "rope": RopeParameters(5e5)},
+        {"head_dim": 16, "num_kv_heads": 3, "rope": RopeParameters(1e4, "linear", 2.5)},
+    ],
+    ids=["plain", "tied", "wide-heads-linear"],
+)
+def test_tiny_models_equal_transformers(tiny_config, changes, tmp_path):
+    torch = pytest.importorskip("torch")
+    from transformers import LlamaForCausalLM
+
+    model = lj.Llama(replace(tiny_config, **changes), rngs=nnx.Rngs(3), dtype=jnp.float32)
+    graph, state = nnx.split(model)
+    rng = np.random.default_rng(0)
+    noisy = [leaf * 5 + 0.1 * rng.standard_normal(leaf.shape, np.float32) for leaf in nnx.to_flat_state(state).leaves]
+    model = nnx.merge(graph, nnx.from_flat_state(zip(nnx.to_flat_state(state).paths, noisy, strict=True)))
+    save_llama(model, tmp_path)
+    reference = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    tokens = rng.integers(0, 300, (2, 50))
+    for factors in (None, [1.0, 2.0, 1.3]):
+        handles = scale_layers_of_torch(reference, factors) if factors else []
+        with torch.no_grad():
+            wanted = reference(torch.tensor(tokens)).logits.numpy()
+        for handle in handles:
+            handle.remove()
+        found = lj.logits(model, jnp.asarray(tokens, jnp.int32), factors and lj.LayerFactors(np.array(factors)))
+        assert wanted.std() > 1
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4 * wanted.std())
+
+
+def record() -> None:
+    """Write GOLDEN from torch."""
+    from lpes_jax.models import zoo
+    from lpes_jax.tasks.key_value import KeyValue
+
+    path = zoo.resolve("smollm2-135m-instruct")
+    tokenizer = lj.load_tokenizer(str(path))
+    task = KeyValue(num_pairs=5)  # about 420 tokens
+    ids = tokenizer([task.prompt(task.examples("test", 1, seed=2)[0], 1).text])["input_ids"][0]
+    model = smollm2_of_transformers(path)
+    golden: dict[str, Any] = {"prompt_ids": ids, "positions": POSITIONS, "tokens": TOKENS}
+    for name, factors in FACTORS.items():
+        run = run_torch(model, ids, factors)
+        top = np.sort(run.logits, axis=-1)
+        print(f"{name}: the smallest distance between the two largest logits is {(top[:, -1] - top[:, -2]).min():.4f}")
+        golden[name] = {
+            "factors": factors,
+            "argmax": run.logits.argmax(-1).tolist(),
+            "logits": run.logits[np.ix_(POSITIONS, TOKENS)].round(4).astype(float).round(4).tolist(),
+            "new_ids": run.new_ids,
+        }
+    GOLDEN.parent.mkdir(exist_ok=True)
+    GOLDEN.write_text(json.dumps(golden) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(record())

@@ -1,0 +1,276 @@
+"""A whole search on a tiny model: what the history says is checked line by line against the paper's rules, in NumPy."""
+
+import json
+from dataclasses import replace
+from math import comb
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from lpes_jax.errors import UserError
+from lpes_jax.models.llama import Llama
+from lpes_jax.search.genetic import PaperGA
+from lpes_jax.search.loop import search, tie_break_scale
+from lpes_jax.search.settings import SearchSettings, genetic_settings, preset
+from lpes_jax.tasks.key_value import KeyValue
+
+pytestmark = pytest.mark.promotes
+IDENTITY = {"name": "tiny", "num_layers": 3, "sha256": "0"}
+TINY = {"num_pairs": 3, "key_length": 1, "limit": 3, "test_limit": 2, "uniform_candidates": 3}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A token for every byte, so that ids stay below the tiny model's vocabulary of 300."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({token: at for at, token in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+@pytest.fixture(scope="module")
+def guesser(tiny_model: Llama, tokenizer: PreTrainedTokenizerFast) -> Llama:
+    """The tiny model, saying nearly always some hexadecimal digit: right by chance, so that accuracies differ."""
+    digits = jnp.array([tokenizer.convert_tokens_to_ids(digit) for digit in "0123456789abcdef"])
+    guesser = nnx.clone(tiny_model)
+    head = guesser.head[...]
+    guesser.head = nnx.Param(jnp.zeros_like(head).at[:, digits].set(0.5 * head[:, digits]))
+    return guesser
+
+
+def run(settings: SearchSettings, model: Llama, tokenizer: PreTrainedTokenizerFast) -> tuple[list[dict], dict]:
+    """The history and config of a search, and what it returned in the last line's place."""
+    task = KeyValue(settings.num_pairs, settings.key_length, answer_opener=settings.answer_opener)
+    result = search(settings, model, tokenizer, task, IDENTITY)
+    return history_of(settings.output_path), {"result": result}
+
+
+def history_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+
+
+def bezier_in_numpy(points: np.ndarray, num_layers: int) -> np.ndarray:
+    """Eq. 3-6 in float64, by bisection."""
+    d = len(points) - 1
+
+    def basis(t: np.ndarray) -> np.ndarray:
+        return np.stack([comb(d, k) * t**k * (1 - t) ** (d - k) for k in range(d + 1)], axis=-1)
+
+    targets = points[0, 0] + (points[-1, 0] - points[0, 0]) * np.arange(num_layers) / (num_layers - 1)
+    low, high = np.zeros(num_layers), np.ones(num_layers)
+    for _ in range(80):
+        middle = (low + high) / 2
+        right = basis(middle) @ points[:, 0] < targets
+        low, high = np.where(right, middle, low), np.where(right, high, middle)
+    t = (low + high) / 2
+    t[[0, -1]] = 0, 1
+    return basis(t) @ points[:, 1]
+
+
+@pytest.fixture(scope="module")
+def paper_run(tmp_path_factory, guesser, tokenizer) -> tuple[SearchSettings, list[dict], dict]:
+    # Three layers hold three control points on the paper's lattice; everything else is the preset.
+    settings = preset("paper", **TINY, control_points=3, output_path=tmp_path_factory.mktemp("paper") / "run")
+    return settings, *run(settings, guesser, tokenizer)
+
+
+def test_the_paper_preset_is_tables_9_and_12(paper_run):
+    settings, _, _ = paper_run
+    ga = genetic_settings(preset("paper"), 32)
+    assert (ga.population_size, ga.parents, ga.mutations, ga.crossovers, ga.crossover_tries) == (32, 12, 16, 4, 4)
+    assert (ga.max_change_x, ga.max_change_y, ga.x_step, ga.y_step, ga.min_factor, ga.max_factor) == (2, 0.2, 1, 0.1, 1, 2)
+    assert ga.control_points == 4 and ga.initial_factor == 1.5
+    assert (settings.generations, settings.weights, settings.tie_break) == (20, (0.2, 0.3, 0.5), False)
+    assert (preset("paper").limit, preset("paper").test_limit) == (200, 500)
+
+
+def test_history_counts(paper_run):
+    _, history, extra = paper_run
+    assert len(history) == 32 + 20 * 24
+    assert [line["id"] for line in history] == list(range(len(history)))
+    by_generation = [sum(line["generation"] == generation for line in history) for generation in range(21)]
+    assert by_generation == [32] + [24] * 20
+    for generation in range(1, 21):
+        operators = [line["operator"] for line in history if line["generation"] == generation]
+        assert operators[:16] == ["mutation"] * 16
+        assert all(name.startswith("crossover") for name in operators[16:])
+    assert extra["result"].factors.search["individuals"] == 512
+    scored = sum(not line["cached"] for line in history)
+    assert 0 < scored < 512
+    assert scored <= extra["result"].factors.search["evaluations"] <= scored + 3  # and the uniform candidates
+
+
+def test_every_individual_obeys_the_paper(paper_run):
+    settings, history, _ = paper_run
+    lattice = np.round(np.arange(1.0, 2.01, 0.1), 1)
+    last_layer = 2
+    for line in history:
+        points = np.array(line["control_points"])
+        x, y = points[:, 0], points[:, 1]
+        assert (x == np.round(x)).all() and (np.diff(x) > 0).all() and x[0] >= 0 and x[-1] <= last_layer  # Eq. 10
+        assert np.isin(y, lattice).all()
+        np.testing.assert_allclose(line["factors"], bezier_in_numpy(points, 3), atol=1e-6)
+        if line["operator"] in ("mutation", "crossover_failed"):
+            parent = np.array(history[line["parents"][0]]["control_points"])
+            neighbours = np.concatenate([[0], parent[:, 0], [last_layer]])
+            low = np.maximum(neighbours[:-2], parent[:, 0] - 2)
+            high = np.minimum(neighbours[2:], parent[:, 0] + 2)
+            assert ((low <= x) & (x <= high)).all()  # Eq. 9
+            assert (np.abs(y - parent[:, 1]) < 0.2 + 1e-9).all()
+        elif line["operator"] == "crossover":
+            first, second = (np.array(history[i]["control_points"]).ravel() for i in line["parents"])
+            cut = line["cut"]
+            assert (points.ravel() == np.concatenate([first[:cut], second[cut:]])).all()
+        if line["operator"] != "initial":
+            earlier = [other for other in history if other["generation"] < max(line["generation"], 1)]
+            assert all(parent < len(earlier) or line["generation"] == 0 for parent in line["parents"])
+    assert history[0]["control_points"] == [[0.0, 1.5], [1.0, 1.5], [2.0, 1.5]]
+
+
+def test_both_children_of_a_crossover_are_scored_and_twins(paper_run):
+    _, history, _ = paper_run
+    crossed = [line for line in history if line["operator"] == "crossover"]
+    assert crossed
+    for line in crossed:
+        position = (line["id"] - 32) % 24 - 16
+        twin = history[line["id"] + (1 if position % 2 == 0 else -1)]
+        assert twin["parents"] == line["parents"][::-1] and twin["cut"] == line["cut"]
+        assert twin["fitness"] is not None
+
+
+def test_fitness_is_the_weighted_accuracy_and_the_best_is_kept(paper_run):
+    _, history, extra = paper_run
+    for line in history:
+        accuracy = line["accuracy"]
+        assert line["fitness"] == pytest.approx(0.2 * accuracy["0"] + 0.3 * accuracy["50"] + 0.5 * accuracy["100"], abs=1e-8)
+    assert len({line["fitness"] for line in history}) > 3
+    best = max(history, key=lambda line: line["fitness"])
+    factors = extra["result"].factors
+    assert factors.search["best_individual"] == best["id"]
+    np.testing.assert_allclose(factors.factors, best["factors"])
+
+
+def test_parents_are_the_fittest_of_the_generations_before(paper_run):
+    _, history, _ = paper_run
+    # Replay Select-Parents: parents, mutants and the better child of each pair compete; ties to the earlier one.
+    pool = sorted(history[:32], key=lambda line: -line["fitness"])[:12]
+    for generation in range(1, 21):
+        lines = [line for line in history if line["generation"] == generation]
+        ids = {line["id"] for line in pool}
+        assert {parent for line in lines for parent in line["parents"]} <= ids
+        pairs = [max(lines[at : at + 2], key=lambda line: line["fitness"]) for at in range(16, 24, 2)]
+        pool = sorted(pool + lines[:16] + pairs, key=lambda line: -line["fitness"])[:12]
+
+
+def test_candidates_come_from_evosax_ask(paper_run):
+    settings, history, _ = paper_run
+    ga = PaperGA(genetic_settings(settings, 3))
+    key, params = jax.random.key(settings.seed), ga.default_params
+    fitness = jnp.array([-line["fitness"] for line in history], jnp.float32)
+    genes, _ = ga.initial_population(jax.random.fold_in(key, 0), params)
+    assert ga.recorded_points(genes).tolist() == [line["control_points"] for line in history[:32]]
+    state = ga.init(jax.random.fold_in(key, 1), genes, fitness[:32], params)
+    for generation in range(1, 21):
+        key_ask, key_tell = jax.random.split(jax.random.fold_in(key, generation + 1))
+        genes, state = ga.ask(key_ask, state, params)
+        block = slice(32 + (generation - 1) * 24, 32 + generation * 24)
+        assert ga.recorded_points(genes).tolist() == [line["control_points"] for line in history[block]]
+        state, _ = ga.tell(key_tell, genes, fitness[block], state, params)
+    best = max(history, key=lambda line: line["fitness"])
+    assert ga.recorded_points(state.best_solution.reshape(-1, 2)).tolist() == best["control_points"]
+
+
+SMALL = TINY | {"population_size": 5, "parents": 3, "mutations": 3, "crossovers": 1, "generations": 2, "control_points": 3}
+
+
+@pytest.fixture(scope="module")
+def small_run(tmp_path_factory, guesser, tokenizer) -> tuple[SearchSettings, str]:
+    settings = preset("default", **SMALL, output_path=tmp_path_factory.mktemp("small") / "run")
+    run(settings, guesser, tokenizer)
+    return settings, (settings.output_path / "history.jsonl").read_text()
+
+
+def test_the_same_seed_gives_the_same_history_and_another_does_not(small_run, tmp_path, guesser, tokenizer):
+    settings, history = small_run
+    run(replace(settings, output_path=tmp_path / "again"), guesser, tokenizer)
+    assert (tmp_path / "again" / "history.jsonl").read_text() == history
+    run(replace(settings, seed=1, output_path=tmp_path / "other"), guesser, tokenizer)
+    assert (tmp_path / "other" / "history.jsonl").read_text() != history
+
+
+def test_batch_size_and_chunk_change_no_individual_and_no_verdict(small_run, tmp_path, guesser, tokenizer):
+    settings, history = small_run
+    changed = replace(settings, batch_size=2, population_chunk=2, output_path=tmp_path / "run")
+    lines, _ = run(changed, guesser, tokenizer)
+    assert_same_history(lines, [json.loads(line) for line in history.splitlines()])
+
+
+def assert_same_history(ours: list[dict], theirs: list[dict]) -> None:
+    """Every individual, its origin and its verdicts; likelihoods but for rounding, which sums of other shapes may move."""
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        assert {name: a[name] for name in a if name not in ("log_likelihood", "fitness")} == {
+            name: b[name] for name in b if name not in ("log_likelihood", "fitness")
+        }
+        assert a["fitness"] == pytest.approx(b["fitness"], abs=1e-5)
+        assert a["log_likelihood"] == pytest.approx(b["log_likelihood"], abs=2e-4)
+
+
+@pytest.mark.parametrize("kept_lines", [0, 3, 7])
+def test_a_cut_off_run_resumes_to_the_same_history(small_run, tmp_path, guesser, tokenizer, kept_lines):
+    settings, history = small_run
+    settings = replace(settings, output_path=tmp_path / "run")
+    lines = history.splitlines(keepends=True)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text((small_run[0].output_path / "config.json").read_text())
+    (tmp_path / "run" / "history.jsonl").write_text("".join(lines[:kept_lines]) + lines[kept_lines][:20])  # a torn last line
+    run(replace(settings, resume=True), guesser, tokenizer)
+    assert (tmp_path / "run" / "history.jsonl").read_text() == history
+
+
+def test_a_resumed_run_must_be_the_same_run(small_run, guesser, tokenizer):
+    settings, history = small_run
+    with pytest.raises(UserError, match="seed"):
+        run(replace(settings, seed=3, resume=True), guesser, tokenizer)
+    with pytest.raises(UserError, match="--resume"):
+        run(settings, guesser, tokenizer)
+    assert (settings.output_path / "history.jsonl").read_text() == history
+
+
+@pytest.mark.parametrize("curve", ["linear", "step", "free", "authors"])
+def test_other_curves_search_too(tmp_path, guesser, tokenizer, curve):
+    changes = SMALL | {"generations": 1, "control_points": None if curve == "free" else 3}
+    settings = preset("default", **changes, curve=curve, output_path=tmp_path / "run")
+    history, _ = run(settings, guesser, tokenizer)
+    if curve == "free":
+        assert all(line["factors"] == pytest.approx([y for _, y in line["control_points"]]) for line in history)
+    assert len({tuple(line["factors"]) for line in history}) > 1
+
+
+def test_log_likelihood_can_be_the_fitness(tmp_path, guesser, tokenizer):
+    settings = preset("default", **SMALL, fitness="log_likelihood", output_path=tmp_path / "run")
+    history, _ = run(settings, guesser, tokenizer)
+    for line in history:
+        likelihood = line["log_likelihood"]
+        weighted = 0.2 * likelihood["0"] + 0.3 * likelihood["50"] + 0.5 * likelihood["100"]
+        assert line["fitness"] == pytest.approx(weighted, abs=1e-3)
+
+
+def test_tie_break_never_outweighs_an_example():
+    assert tie_break_scale((0.2, 0.3, 0.5), 200) == pytest.approx(0.1 / 200 / 2)
+    assert tie_break_scale((0.0, 0.5, 0.5), 10) == pytest.approx(0.5 / 10 / 2)
+    assert tie_break_scale((0.333, 0.333, 0.334), 1) == pytest.approx(0.001 / 2)
+
+
+def test_tie_break_orders_equal_accuracies_by_likelihood(small_run):
+    history = [json.loads(line) for line in small_run[1].splitlines()]
+    for line in history:
+        weighted = sum(w * line["accuracy"][p] for w, p in zip((0.2, 0.3, 0.5), ("0", "50", "100"), strict=True))
+        assert 0 < line["fitness"] - weighted <= tie_break_scale((0.2, 0.3, 0.5), 3)
