@@ -4,7 +4,7 @@
     python experiments/train_tiny_model.py --output runs/tiny --steps 600 --num-layers 3 --hidden-size 64 ...   # a CPU
 
 Prompts are made on the device: the template's fixed token ids with random hexadecimal digits between them, so no two batches
-are alike and none comes from the generator of `lpes_jax.tasks.key_value`, which makes the questions that the model is measured on.
+are alike and none comes from the generator of `lpes_jax.tasks.key_value`, which makes the questions of every measurement.
 
 Where the position bias comes from. The model is never trained on what it is measured on: a gold pair is asked for mostly
 near one of the ends of the prompt (`--edge-share`, `--edge-width`), as facts stand in natural text, and most prompts are
@@ -30,6 +30,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
 
 POSITIONS = (0, 25, 50, 75, 100)
 END, BEGIN = "<|endoftext|>", "<|begin|>"
-# Whole tokens. None is made of hexadecimal digits alone, and none swallows the end of a prompt together with the answer's begin.
+# Whole tokens. None is made of hexadecimal digits alone, and none joins the end of a prompt with the begin of an answer.
 PIECES = (
     *("Extract", " the", " value", " corresponding", " to", " specified", " key", " in", " JSON", " object", " below", " data"),
     *("JSON", "Key", "Corresponding", "\n\n", '{"', '": "', '",\n "', '"}', ' "'),
@@ -505,7 +506,7 @@ def train(settings: Settings, config: LlamaConfig, template: Template) -> tuple[
     dtype = s.dtype if s.dtype != "auto" else "bfloat16" if jax.default_backend() == "gpu" else "float32"
     model = initial_model(config, s.seed)
     moments = make_optimizer(s).init(model)
-    key = jax.random.key(s.seed + 1)
+    key, watch_key = jax.random.split(jax.random.key(s.seed + 1))
     parts = list(conditions_and_shapes(s, template))
     stages, (short, long) = parts[:-2], parts[-2:]
     choose = np.random.default_rng(s.seed)
@@ -515,8 +516,19 @@ def train(settings: Settings, config: LlamaConfig, template: Template) -> tuple[
     for name, conditions, shape in parts:
         print(f"{name}: {shape.rows} rows of {shape.tokens(template)} tokens, {conditions}")
 
+    started = time.monotonic()
+    rates = jnp.zeros(s.report_steps, jnp.float32)
+    lowered = {
+        shape: train_steps.lower(model, moments, key, rates, conditions, template, shape, s, dtype)
+        for _, conditions, shape in parts
+    }
+    lowered[None] = accuracy_by_position.lower(model, key, template, watched, dtype)
+    with ThreadPoolExecutor() as pool:  # XLA compiles them side by side
+        programs = dict(zip(lowered, pool.map(lambda program: program.compile(), lowered.values()), strict=True))
+    print(f"{len(programs)} programs compiled in {time.monotonic() - started:.0f} s", flush=True)
+
     log: list[dict[str, Any]] = []
-    started, step, stage = time.monotonic(), 0, 0
+    step, stage = 0, 0
     while step < s.steps:
         seconds = time.monotonic() - started
         progress = max(step / s.steps, seconds / s.max_seconds if s.max_seconds else 0.0)
@@ -527,9 +539,7 @@ def train(settings: Settings, config: LlamaConfig, template: Template) -> tuple[
         name, conditions, shape = stages[stage] if stage < len(stages) else long if choose.random() < s.long_share else short
         warm = np.minimum(1, (step + 1 + np.arange(s.report_steps)) / s.warmup_steps)
         rates = jnp.asarray(s.learning_rate * warm * (0.02 + 0.98 * (1 + math.cos(math.pi * progress)) / 2), jnp.float32)
-        model, moments, figures = train_steps(
-            model, moments, jax.random.fold_in(key, step), rates, conditions, template, shape, s, dtype
-        )
+        model, moments, figures = programs[shape](model, moments, jax.random.fold_in(key, step), rates, conditions)
         loss, value_loss, accuracy = (float(np.mean(figure)) for figure in figures)
         step += s.report_steps
         entry = {
@@ -541,7 +551,7 @@ def train(settings: Settings, config: LlamaConfig, template: Template) -> tuple[
             "seconds": round(time.monotonic() - started, 2),
         }
         if len(log) % s.check_reports == s.check_reports - 1:
-            by_position = accuracy_by_position(model, jax.random.fold_in(key, -step), template, watched, dtype)
+            by_position = programs[None](model, jax.random.fold_in(watch_key, step))
             entry["accuracy_by_position"] = np.asarray(by_position).round(3).tolist()
         log.append(entry)
         print(json.dumps(entry), flush=True)

@@ -1,0 +1,175 @@
+"""The commands as users run them: real processes, their exit codes, and what they leave."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flax import nnx
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from lpes_jax.factors import LayerFactors
+from lpes_jax.models.llama import Llama
+from lpes_jax.models.llama.checkpoint import save_llama
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Llama) -> Path:
+    """The tiny model with a byte tokenizer, as a Hugging Face folder."""
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    save_llama(nnx.clone(tiny_model), folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({token: at for at, token in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    return folder
+
+
+def lpes(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lpes_jax." + str(arguments[0]), *map(str, arguments[1:])]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+SMALL = (
+    *("--num-pairs", 3, "--key-length", 2, "--limit", 2, "--test-limit", 2, "--control-points", 3, "--population-size", 4),
+    *("--parents", 2, "--mutations", 2, "--crossovers", 1, "--generations", 1, "--uniform-candidates", 2),
+)
+
+
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    folder = tmp_path_factory.mktemp("search") / "run"
+    return folder, lpes("search", "--model", model_folder, *SMALL, "--output-path", folder)
+
+
+def test_search_leaves_its_folder_and_prints_its_table(searched):
+    folder, done = searched
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in folder.iterdir()} == {
+        *("config.json", "history.jsonl", "uniform.json", "factors.json", "results.json", "results.md", "samples.jsonl"),
+        *("positions.png", "positions.svg", "factors.png", "factors.svg"),
+    }
+    for word in ("plain prompt", "baseline", "uniform", "pi", "lpes", "100 %", "±", "compiled shapes"):
+        assert word in done.stdout
+    assert "generation 1/1" in done.stderr and "prompts/s" in done.stderr and "left" in done.stderr
+    assert "\x1b" not in done.stdout + done.stderr  # plain lines without a terminal
+    factors = LayerFactors.load(folder / "factors.json")
+    assert factors.factors.shape == (3,) and factors.granularity == "layer"
+    assert factors.model["num_layers"] == 3 and len(factors.model["sha256"]) == 64
+    assert factors.search["search_space"] == {"paper": str((3 * 31) ** 3), "valid": str(31**3), "brute_force": str(31**3)}
+    results = json.loads((folder / "results.json").read_text())
+    assert results["results"]["kv"]["acc_by_position"].keys() == {"0", "25", "50", "75", "100"}
+    assert list(results["methods"]) == ["plain prompt", "baseline", "uniform", "pi", "lpes"]
+    assert results["n-samples"] == {"kv": {"original": 2, "effective": 2}}
+    assert {"versions", "date", "total_evaluation_time_seconds", "config"} <= results.keys()
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 5 * 2 * 5
+    history = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+    assert len(history) == 4 + 4
+    pi = LayerFactors.load(folder / "factors.json").factors.mean()
+    assert 0.5 <= pi <= 2.0
+
+
+def test_evaluate_takes_the_factors_and_measures_both_metrics(searched, model_folder, tmp_path):
+    folder, _ = searched
+    flags = ("--model", model_folder, "--num-pairs", 3, "--key-length", 2, "--limit", 2, "--max-new-tokens", 4)
+    done = lpes("evaluate", *flags, "--factors", folder / "factors.json", "--output-path", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert list(results["methods"]) == ["plain prompt", "baseline", "factors"]
+    for figures in results["methods"].values():
+        assert figures["metric"] == "prefix" and 0 <= figures["substring,none"] <= 1
+        assert figures["substring_but_not_prefix"] >= 0 and figures["prefix_differs_from_generation"] == 0
+    assert "answers that substring accepts and prefix does not" in done.stdout
+    first = json.loads((tmp_path / "out" / "samples.jsonl").read_text().splitlines()[0])
+    assert {"method", "prompt_hash", "target", "prefix", "substring", "output", "slot"} <= first.keys()
+    again = lpes("evaluate", *flags, "--factors", folder / "factors.json", "--output-path", tmp_path / "again")
+    assert again.returncode == 0
+    assert (tmp_path / "again" / "samples.jsonl").read_bytes() == (tmp_path / "out" / "samples.jsonl").read_bytes()
+
+
+def test_slots_can_be_named(model_folder, tmp_path):
+    flags = ("--num-pairs", 3, "--key-length", 2, "--limit", 1, "--metrics", "prefix", "--slots", 1, 2)
+    done = lpes("evaluate", "--model", model_folder, *flags, "--output-path", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "results.json").read_text())["results"]["kv"]["slots"] == [1, 2]
+
+
+def mistakes(tmp_path: Path, model: Path) -> dict[str, tuple[tuple[object, ...], str]]:
+    """Name -> the command, and what its error must name."""
+    wrong_layers = tmp_path / "wrong.json"
+    search, evaluate = ("search", "--model", model, *SMALL), ("evaluate", "--model", model, "--num-pairs", 3)
+    return {
+        "missing folder": (("search", "--model", tmp_path / "nowhere"), "nowhere"),
+        "unknown task": ((*search, "--task", "kw"), "kv"),
+        "unknown flag": ((*search, "--pairs", 3), "--pairs"),
+        "unknown preset": ((*search, "--preset", "papper"), "papper"),
+        "not a number": ((*search, "--num-pairs", "many"), "--num-pairs"),
+        "no pairs": ((*search, "--num-pairs", 0), "--num-pairs"),
+        "no examples": ((*search, "--limit", 0), "--limit"),
+        "no held-out examples": ((*search, "--test-limit", 0), "--test-limit"),
+        "more parents than individuals": ((*search, "--parents", 9), "--parents"),
+        "crossed bounds": ((*search, "--min-factor", 2, "--max-factor", 1), "--min-factor"),
+        "start outside the bounds": ((*search, "--initial-factor", 3), "--initial-factor"),
+        "more control points than layers": ((*search, "--control-points", 9), "--control-points"),
+        "weights": ((*search, "--weights", 1, 1, 1), "--weights"),
+        "position": ((*search, "--positions", 101), "--positions"),
+        "prompt longer than the window": ((*search, "--num-pairs", 40), "--num-pairs"),
+        "nothing to resume": ((*search, "--resume"), "config.json"),
+        "factors of another model": ((*evaluate, "--factors", wrong_layers), "7 layers"),
+        "no factors file": ((*evaluate, "--factors", tmp_path / "no.json"), "no.json"),
+        "factors that are none": ((*evaluate, "--factors", model / "config.json"), "lpes-factors/1"),
+        "too few new tokens": ((*evaluate, "--limit", 1, "--key-length", 4, "--max-new-tokens", 1), "--max-new-tokens"),
+        "missing data": ((*evaluate, "--data", tmp_path / "no.jsonl"), "no.jsonl"),
+    }
+
+
+MISTAKES = list(mistakes(Path(), Path()))
+
+
+@pytest.mark.promotes
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line_and_exit_code_2(mistake, model_folder, tmp_path, capfd):
+    from lpes_jax.cli import main
+
+    LayerFactors(np.ones(7)).save(tmp_path / "wrong.json")
+    arguments, named = mistakes(tmp_path, model_folder)[mistake]
+    out = tmp_path / "out"
+    code = main([str(argument) for argument in (*arguments, "--output-path", out)])
+    captured = capfd.readouterr()
+    assert code == 2
+    errors = [line for line in captured.err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and named in errors[0]
+    assert "Traceback" not in captured.err
+    assert not out.exists() or not any(out.iterdir())
+
+
+def test_a_mistake_in_a_real_process(tmp_path):
+    done = lpes("search", "--model", tmp_path / "nowhere")
+    assert done.returncode == 2 and done.stdout == ""
+    assert len(done.stderr.strip().splitlines()) == 1 and done.stderr.startswith("error: ")
+
+
+def test_a_run_is_not_overwritten(searched, model_folder):
+    folder, _ = searched
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    done = lpes("search", "--model", model_folder, *SMALL, "--output-path", folder)
+    assert done.returncode == 2 and "--resume" in done.stderr
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize("verb", ["search", "evaluate"])
+def test_help_has_examples(verb):
+    done = lpes(verb, "--help")
+    assert done.returncode == 0 and "Examples:" in done.stdout and "--output-path" in done.stdout
+
+
+def test_the_console_script_knows_the_verbs(capsys):
+    from lpes_jax.cli import main
+
+    assert main(["--help"]) == 0 and "search" in capsys.readouterr().out
+    assert main(["serch"]) == 2 and "search" in capsys.readouterr().err
