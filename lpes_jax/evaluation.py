@@ -48,7 +48,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A candidate's results. `outputs`, `substring` and `prefix_of_outputs` (that rule on generated ids) come with generation."""
+    """A candidate's results. `outputs`, `substring` and `prefix_of_outputs` (that rule on its ids) come with generation."""
 
     candidate: Candidate
     prompts: list[Prompt]  # Q x S, question by question

@@ -9,6 +9,7 @@ each KV group (G = K). Nothing about positions is baked into a model or cached.
 Letters: L layers, K key-value heads (KV groups), G = 1 or K, D head dim, T tokens, B batch.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -54,9 +55,11 @@ class RopeParameters:
             )
         if (rotated := scaling.get("partial_rotary_factor")) not in (None, 1.0):
             raise UserError(f"{where}: partial_rotary_factor={rotated!r} is not supported (only 1.0)")
-        if kind == "linear" and not float(scaling.get("factor", 0)) > 0:
-            raise UserError(f"{where}: RoPE type 'linear' needs a factor above 0, got {scaling.get('factor')!r}")
-        return cls(rope_theta=float(theta), rope_type=kind, factor=float(scaling["factor"]) if kind == "linear" else 1.0)
+        numbers = {"rope_theta": theta} | ({"factor": scaling.get("factor")} if kind == "linear" else {})
+        for name, value in numbers.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise UserError(f"{where}: {name} of RoPE type {kind!r} must be a number above 0, got {value!r}")
+        return cls(rope_type=kind, **{name: float(value) for name, value in numbers.items()})
 
     def to_hf(self) -> dict:
         """The v5 `rope_parameters` entry."""

@@ -155,11 +155,14 @@ class Scorer:
             for _, batch in self._batches:
                 self._shapes.add((batch.tokens.shape, batch.answers.shape, padded.shape, granularity))
                 done.append(_sharded_scores(self.model, batch, padded, granularity, self.mesh))
+            seen: set[int] = set()  # the admitted answers of a prompt may stand in two batches
             for (at, _), scores in zip(self._batches, done, strict=True):
                 batch_correct, batch_likelihood = (np.asarray(values)[: len(individuals), : len(at)] for values in scores)
                 correct[start : start + len(individuals), at] = batch_correct
                 log_likelihood[start : start + len(individuals), at] = batch_likelihood
-                on_prompts(len(individuals) * len(np.unique(self._prompt_of_row[at])))
+                new = set(self._prompt_of_row[at].tolist()) - seen
+                seen |= new
+                on_prompts(len(individuals) * len(new))
             start += len(individuals)
         return self._by_prompt(correct, log_likelihood)
 

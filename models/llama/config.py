@@ -62,6 +62,9 @@ class LlamaConfig:
         needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "rms_norm_eps")
         if missing := [key for key in needed if config.get(key) is None]:
             raise UserError(f"{where}: {', '.join(missing)} missing; is this the config.json of a Llama-architecture model?")
+        for key in needed:
+            if isinstance(config[key], bool) or not isinstance(config[key], int | float) or not config[key] > 0:
+                raise UserError(f"{where}: {key} must be a positive number, got {config[key]!r}")
         heads = config["num_attention_heads"]
         return cls(
             vocab_size=config["vocab_size"],
