@@ -53,9 +53,7 @@ def main(settings: Settings) -> None:
     weights = sum(leaf.size for leaf in jax.tree.leaves(loaded.model.layers))
     best = float(np.median(seconds[1:]))
     print(environment()["devices"], environment()["versions"])
-    print(
-        f"first call {seconds[0]:.1f} s, then {best:.3f} s (median of {settings.repeats}); compiled: {scorer.compilations}"
-    )
+    print(f"first call {seconds[0]:.1f} s, then {best:.3f} s (median of {settings.repeats}); compiled: {scorer.compilations}")
     print(
         f"{len(encoded) / best:.0f} prompts/s, {tokens / best:.0f} tokens/s ({tokens / len(encoded):.0f} a prompt), "
         f"{2 * weights * tokens / best / 1e12:.0f} TFLOP/s in the layers' products"

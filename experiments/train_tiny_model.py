@@ -11,10 +11,12 @@ near one of the ends of the prompt (`--edge-share`, `--edge-width`), as facts st
 shorter (`--train-pairs`) than those that the model is measured on (`--test-pairs`); a share of them is long (`--long-share`,
 `--long-pairs`, `--long-edge-share`). RoPE is the same in training, in the saved folder and in the measurement.
 
-Training has two parts. Stages (`--stage-pairs`): few pairs, gold anywhere (`--stage-edge-share`), several questions behind one
-JSON object; each lasts until `--stage-accuracy` of the values are right in whole. Then the mixture above with one question a
-prompt, to the end. The loss counts each value, the quote behind it and the end of text; the digits of the key asked for
-count `--key-weight`, because to continue a key that was seen is half of what retrieval needs.
+Training has two parts. Stages, each of which lasts until `--stage-accuracy` of the values are right in whole: first JSON
+objects in which a few pairs stand again and again (`--repeat-pairs`, `--repeat-distinct`; the loss is on the repetitions,
+too), then few pairs, once each (`--stage-pairs`); gold is anywhere (`--stage-edge-share`), and several questions stand behind
+one JSON object. Then the mixture above with one question a prompt, to the end. The loss counts each value, the quote behind
+it and the end of text; the digits of a key asked for count `--key-weight`, because to continue a key that was seen is half of
+what retrieval needs, and the fixed tokens count `--template-weight`.
 
 The folder gets config.json, model.safetensors (bfloat16), the tokenizer's files, training.json (flags, versions, seconds, the
 course of the loss) and evaluation.json: accuracy by position for several prompt lengths, a sweep of one uniform factor, and
@@ -42,14 +44,15 @@ import numpy as np
 import optax
 import tyro
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from lpes_jax.errors import UserError
 from lpes_jax.evaluation import environment
 from lpes_jax.models.llama import Llama, LlamaConfig, load
+from lpes_jax.models.llama.attention import causal_attention
 from lpes_jax.models.llama.checkpoint import save_llama
-from lpes_jax.models.llama.model import hidden_states, output_logits
+from lpes_jax.models.llama.model import decoder_layer, matmul, output_logits, rms_norm
 from lpes_jax.rope import RopeParameters, rope_table
 from lpes_jax.scoring import Scorer
 from lpes_jax.tasks import prompts as task_prompts
@@ -95,15 +98,19 @@ class Settings:
     long_edge_share: float = 0.9
     """`edge_share` of the long prompts."""
 
+    repeat_pairs: int = 12
+    """Most pairs in the first stage, which draws all pairs of a prompt from few; 0: no such stage."""
+    repeat_distinct: int = 3
+    """How many those few are."""
     stage_pairs: tuple[int, ...] = (4, 10)
-    """Most pairs (at least 2) in each of the first stages."""
+    """Most pairs (at least 2) in each of the stages that follow."""
     stage_edge_share: float = 0.0
     """`edge_share` of the stages."""
     stage_questions: int = 4
     """Questions behind one JSON object in the stages."""
     stage_shortest_key: int = 4
     """Keys of the stages have this many characters up to `key_length`."""
-    stage_accuracy: float = 0.95
+    stage_accuracy: float = 0.9
     """A stage ends when this share of the values of a report is right in whole."""
     stage_limit: float = 0.6
     """The stages end at this share of the training at the latest."""
@@ -118,7 +125,7 @@ class Settings:
     max_position_embeddings: int = 2048
 
     steps: int = 8000
-    """Optimiser steps; the learning rate falls along a cosine over them."""
+    """Optimiser steps, in whole reports; the learning rate falls along a cosine over them."""
     max_seconds: float = 0.0
     """Training ends after this many seconds at the latest, the cosine with it; 0: no limit."""
     batch_tokens: int = 32_768
@@ -128,7 +135,9 @@ class Settings:
     weight_decay: float = 0.1
     clip_norm: float = 1.0
     key_weight: float = 0.25
-    """Weight of the digits of the key asked for in the loss."""
+    """Weight of the digits of a key that was seen before in the loss."""
+    template_weight: float = 0.05
+    """Weight of the fixed tokens in the loss."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Of the forward and backward pass (auto: bfloat16 on a GPU, float32 elsewhere); the trained weights are float32."""
     report_steps: int = 50
@@ -203,15 +212,16 @@ def make_template(tokenizer: "PreTrainedTokenizerFast") -> Template:
     before, after = (part.replace("{{", "{").replace("}}", "}") for part in TEMPLATE.split("{records}"))
     question, answer = after.removeprefix("}").split("{key}")
     (between,), (following,), (close,), (quote,) = ids('": "'), ids('",\n "'), ids('"}'), ids('"')
+    (begin,), (end,) = ids(BEGIN), ids(END)
     return Template(
-        head=(tokenizer.bos_token_id, *ids(before + '"')),
+        head=(begin, *ids(before + '"')),
         between=between,
         next=following,
         close=close,
         question=ids(question),
         answer=ids(answer + ' "'),
         quote=quote,
-        end=tokenizer.eos_token_id,
+        end=end,
         digits=ids("0123456789abcdef"),
     )
 
@@ -234,36 +244,40 @@ class Shape(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Content:
-    """What is random in rows: pairs, characters of a key, the slots asked for, and the digits of all keys and values."""
+    """What is random in rows: pairs, characters of a key, the slots asked for, the digits of all keys and values, and which
+    pairs stood there before."""
 
     pairs: Int[Array, "B"]
     key_length: Int[Array, "B"]
     slots: Int[Array, "B Q"]
     digits: Int[Array, "B M 2 N"]
+    repeats: Bool[Array, "B M"]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Conditions:
-    """Where `Content` is drawn from; both ends of a range are in it."""
+    """Where `Content` is drawn from; both ends of a range are in it. With `distinct`, so many pairs make all of a row's."""
 
     pairs: tuple[int, int]
     key_length: tuple[int, int]
     edge_share: float
     edge_width: float
     end_share: float
+    distinct: int = 0
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rows:
-    """Token ids; which tokens are digits of a key asked for, of its value, and what closes an answer; the question each
-    token belongs to (-1: none)."""
+    """Token ids; which tokens are digits of a key that stood there before, digits of its value, what closes an answer, and
+    other fixed tokens; the question each token belongs to (-1: none)."""
 
     tokens: Int[Array, "B T"]
-    is_key: Array
-    is_value: Array
-    is_close: Array
+    is_key: Bool[Array, "B T"]
+    is_value: Bool[Array, "B T"]
+    is_close: Bool[Array, "B T"]
+    is_fixed: Bool[Array, "B T"]
     question: Int[Array, "B T"]
 
 
@@ -280,14 +294,19 @@ def draw_slots(key: Array, pairs: Int[Array, "B"], questions: int, conditions: C
 
 def draw_content(key: Array, shape: Shape, conditions: Conditions) -> Content:
     """Random rows: everything independent, numbers of pairs and key lengths uniform in their ranges."""
-    for_pairs, for_length, for_slots, for_digits = jax.random.split(key, 4)
+    for_pairs, for_length, for_slots, for_digits, for_repeats = jax.random.split(key, 5)
     (fewest, most), (shortest, longest) = conditions.pairs, conditions.key_length
     pairs = jax.random.randint(for_pairs, (shape.rows,), fewest, most + 1)
+    digits = jax.random.randint(for_digits, (shape.rows, shape.pairs, 2, shape.key_length), 0, 16)
+    few = jax.random.randint(for_repeats, (shape.rows, shape.pairs), 0, jnp.clip(conditions.distinct, 1, shape.pairs))
+    which = jnp.where(jnp.asarray(conditions.distinct) > 0, few, jnp.arange(shape.pairs)[None, :])
+    before = jnp.tri(shape.pairs, k=-1, dtype=bool)[None]
     return Content(
         pairs,
         jax.random.randint(for_length, (shape.rows,), shortest, longest + 1),
         draw_slots(for_slots, pairs, shape.questions, conditions),
-        jax.random.randint(for_digits, (shape.rows, shape.pairs, 2, shape.key_length), 0, 16),
+        jnp.take_along_axis(digits, which[:, :, None, None], axis=1),
+        ((which[:, :, None] == which[:, None, :]) & before).any(axis=2),
     )
 
 
@@ -323,13 +342,17 @@ def assemble(template: Template, shape: Shape, content: Content) -> Rows:
     def fixed(ids: tuple[int, ...], index: Array) -> Array:
         return jnp.asarray(ids, jnp.int32)[jnp.clip(index, 0, len(ids) - 1)]
 
+    is_digit = is_key | is_value | (is_record & (in_record != length) & (in_record != 2 * length + 1))
+    again = is_record & jnp.take_along_axis(content.repeats, pair, axis=1)
+    is_fixed = (at > 0) & ~is_digit & ((behind < 0) | asked)
+
     tokens = jnp.select(
         [
             at < head,
             is_record & (in_record == length),
             is_record & (in_record == 2 * length + 1) & (record < pairs - 1),
             is_record & (in_record == 2 * length + 1),
-            is_record | is_key | is_value,
+            is_digit,
             asked & (in_question < asks),
             asked & (in_value < 0),
             is_quote,
@@ -346,7 +369,9 @@ def assemble(template: Template, shape: Shape, content: Content) -> Rows:
         ],
         jnp.int32(template.end),
     )
-    return Rows(tokens, is_key, is_value, is_quote | is_end, jnp.where(asked, question, -1))
+    is_key |= again & (in_record < length)
+    is_value |= again & (in_record > length) & (in_record <= 2 * length)
+    return Rows(tokens, is_key, is_value, is_quote | is_end, is_fixed & ~is_quote, jnp.where(asked, question, -1))
 
 
 # The model and its training
@@ -395,12 +420,29 @@ def make_optimizer(settings: Settings) -> optax.GradientTransformation:
     )
 
 
-def predict(model: Llama, rows: Rows, dtype: Any) -> tuple[Float[Array, "B T"], Array]:
-    """At every token but a row's first: the loss of its prediction in nats, and whether it is the most likely token."""
+def token_logits(model: Llama, tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T V"]:
+    """The model's logits with its weights rounded to `dtype`.
+
+    `hidden_states`, but for the embedding, which is a product with one-hot rows: the gradient of a lookup adds up thousands
+    of rows for each digit, in 16 bits.
+    """
     config = model.config
     narrow = jax.tree.map(lambda leaf: leaf.astype(dtype), model)
     table = rope_table(config.rope, config.head_dim, config.num_layers)
-    logits = output_logits(narrow, hidden_states(narrow, rows.tokens, table))[:, :-1]
+    positions = jnp.arange(tokens.shape[1])
+
+    def layer(x: Array, layer_and_row: tuple[Any, Array]) -> tuple[Array, None]:
+        x, _ = decoder_layer(config, *layer_and_row, table.attention_scaling, x, positions, causal_attention)
+        return x, None
+
+    x = matmul(jax.nn.one_hot(tokens, config.vocab_size, dtype=dtype), narrow.embed[...])
+    x, _ = jax.lax.scan(layer, x, (narrow.layers, table.inv_freq))
+    return output_logits(narrow, rms_norm(x, narrow.norm[...], config.rms_norm_eps))
+
+
+def predict(model: Llama, rows: Rows, dtype: Any) -> tuple[Float[Array, "B T"], Array]:
+    """At every token but a row's first: the loss of its prediction in nats, and whether it is the most likely token."""
+    logits = token_logits(model, rows.tokens, dtype)[:, :-1]
     wanted = rows.tokens[:, 1:]
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, wanted)
     ahead = ((0, 0), (1, 0))
@@ -413,10 +455,12 @@ def whole_values(rows: Rows, right: Array, questions: int) -> Array:
     return jnp.stack([~(wrong & (rows.question == question)).any(axis=1) for question in range(questions)], axis=1)
 
 
-def batch_loss(model: Llama, rows: Rows, questions: int, key_weight: float, dtype: Any) -> tuple[Array, tuple[Array, Array]]:
+def batch_loss(
+    model: Llama, rows: Rows, questions: int, key_weight: float, template_weight: float, dtype: Any
+) -> tuple[Array, tuple[Array, Array]]:
     """The weighted mean loss; that of the values alone, and the share of values that are right in whole."""
     loss, right = predict(model, rows, dtype)
-    weights = (rows.is_value | rows.is_close).astype(loss.dtype) + key_weight * rows.is_key.astype(loss.dtype)
+    weights = (rows.is_value | rows.is_close) + key_weight * rows.is_key + template_weight * rows.is_fixed
     value_loss = jnp.mean(loss, where=rows.is_value)
     return (loss * weights).sum() / weights.sum(), (value_loss, whole_values(rows, right, questions).mean())
 
@@ -436,12 +480,13 @@ def train_steps(
     """One optimiser step a learning rate, on fresh rows; the loss, the values' loss and their whole accuracy of each."""
     optimizer = make_optimizer(settings)
 
-    def step(carry: tuple[Llama, optax.OptState], now: tuple[Array, Array]) -> tuple[Any, tuple[Array, Array, Array]]:
+    def step(carry: tuple[Any, optax.OptState], now: tuple[Array, Array]) -> tuple[Any, tuple[Array, Array, Array]]:
         model, moments = carry
         key, learning_rate = now
         rows = assemble(template, shape, draw_content(key, shape, conditions))
         gradient = jax.value_and_grad(batch_loss, has_aux=True)
-        (loss, (value_loss, accuracy)), grads = gradient(model, rows, shape.questions, settings.key_weight, dtype)
+        weights = settings.key_weight, settings.template_weight
+        (loss, (value_loss, accuracy)), grads = gradient(model, rows, shape.questions, *weights, dtype)
         updates, moments = optimizer.update(grads, moments, model)
         model = jax.tree.map(lambda leaf, update: leaf - learning_rate * update, model, updates)
         return (model, moments), (loss, value_loss, accuracy)
@@ -467,14 +512,18 @@ def conditions_and_shapes(settings: Settings, template: Template) -> Iterator[tu
     """Of the stages in their order, then of the short and the long prompts."""
     s = settings
 
-    def shaped(pairs: tuple[int, int], shortest_key: int, edge_share: float, questions: int) -> tuple[Conditions, Shape]:
+    def shaped(
+        pairs: tuple[int, int], shortest_key: int, edge_share: float, questions: int, distinct: int = 0
+    ) -> tuple[Conditions, Shape]:
         shape = Shape(1, pairs[1], s.key_length, questions)
         rows = max(1, s.batch_tokens // shape.tokens(template))
-        conditions = Conditions(pairs, (shortest_key, s.key_length), edge_share, s.edge_width, s.end_share)
+        conditions = Conditions(pairs, (shortest_key, s.key_length), edge_share, s.edge_width, s.end_share, distinct)
         return conditions, shape._replace(rows=rows)
 
+    shortest_key = min(s.stage_shortest_key, s.key_length)
+    if s.repeat_pairs:
+        yield "repeats", *shaped((2, s.repeat_pairs), shortest_key, 0.0, s.stage_questions, s.repeat_distinct)
     for most in s.stage_pairs:
-        shortest_key = min(s.stage_shortest_key, s.key_length)
         yield f"stage {most}", *shaped((2, most), shortest_key, s.stage_edge_share, s.stage_questions)
     yield "short", *shaped(s.train_pairs, s.key_length, s.edge_share, 1)
     yield "long", *shaped(s.long_pairs, s.key_length, s.long_edge_share, 1)
@@ -485,8 +534,8 @@ def check(settings: Settings, template: Template) -> None:
     s = settings
     if s.output.exists() and any(s.output.iterdir()):
         raise UserError(f"--output {s.output}: the folder is not empty; name another one")
-    if min(s.stage_pairs, default=2) < 2:
-        raise UserError("--stage-pairs must be at least 2 each")
+    if min(s.stage_pairs, default=2) < 2 or s.repeat_pairs == 1:
+        raise UserError("--stage-pairs and --repeat-pairs must be at least 2")
     for name, (fewest, most) in (("train-pairs", s.train_pairs), ("long-pairs", s.long_pairs)):
         if not 1 <= fewest <= most:
             raise UserError(f"--{name} must be the fewest and the most pairs, got {fewest} {most}")
@@ -504,7 +553,7 @@ def train(settings: Settings, config: LlamaConfig, template: Template) -> tuple[
     """The trained model in float32, and the record of its training."""
     s = settings
     dtype = s.dtype if s.dtype != "auto" else "bfloat16" if jax.default_backend() == "gpu" else "float32"
-    model = initial_model(config, s.seed)
+    model: Any = initial_model(config, s.seed)
     moments = make_optimizer(s).init(model)
     key, watch_key = jax.random.split(jax.random.key(s.seed + 1))
     parts = list(conditions_and_shapes(s, template))
@@ -518,7 +567,7 @@ def train(settings: Settings, config: LlamaConfig, template: Template) -> tuple[
 
     started = time.monotonic()
     rates = jnp.zeros(s.report_steps, jnp.float32)
-    lowered = {
+    lowered: dict[Shape | None, Any] = {
         shape: train_steps.lower(model, moments, key, rates, conditions, template, shape, s, dtype)
         for _, conditions, shape in parts
     }

@@ -29,7 +29,7 @@ POSITIONS, TOKENS = [0, 1, 7, 50, 128, 300, 419], [0, 1, 2, 17, 198, 260, 503, 1
 
 
 class Run(NamedTuple):
-    """What one side makes of the prompt: its logits and its greedy continuation."""
+    """What our side makes of the prompt: its logits and its greedy continuation."""
 
     logits: np.ndarray
     new_ids: list[int]
@@ -49,19 +49,15 @@ def scale_layers_of_torch(model: Any, factors: list[float]) -> list[Any]:
     return handles
 
 
-def run_torch(model: Any, ids: list[int], factors: list[float] | None) -> Run:
+def logits_of_torch(model: Any, ids: list[int], factors: list[float] | None) -> np.ndarray:
     import torch
 
     handles = scale_layers_of_torch(model, factors) if factors else []
-    tokens = torch.tensor([ids])
-    try:
-        with torch.no_grad():
-            logits = model(tokens).logits[0].numpy()
-            new = model.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=NEW)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return Run(logits, new[0, len(ids) :].tolist())
+    with torch.no_grad():
+        logits = model(torch.tensor([ids]), use_cache=False).logits[0].numpy()
+    for handle in handles:
+        handle.remove()
+    return logits
 
 
 def smollm2_of_transformers(path: Path) -> Any:
@@ -70,11 +66,12 @@ def smollm2_of_transformers(path: Path) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+    torch.set_num_threads(1)  # several spin against each other and whatever else runs: four times slower on two busy cores
     config = LlamaConfig(**load_gguf_checkpoint(path)["config"])
-    model = LlamaForCausalLM(config).to(torch.float32).eval()
-    tensors = load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)["tensors"]
-    found = model.load_state_dict(tensors, strict=False)
-    assert found.missing_keys == ["lm_head.weight"] and not found.unexpected_keys  # the head is the embedding
+    with torch.device("meta"):
+        names = LlamaForCausalLM(config)
+    tensors = load_gguf_checkpoint(path, return_tensors=True, model_to_load=names)["tensors"]
+    model = LlamaForCausalLM.from_pretrained(None, config=config, state_dict=tensors, dtype=torch.float32).eval()
     assert model.lm_head.weight is model.model.embed_tokens.weight
     model.generation_config.eos_token_id = None  # all the new tokens, whatever they are
     return model
@@ -98,25 +95,35 @@ def ours(smollm2_path, golden) -> dict[str, Run]:
 
 
 @pytest.fixture(scope="module")
-def theirs(smollm2_path, golden) -> dict[str, Run]:
+def reference(smollm2_path) -> Any:
     pytest.importorskip("torch")
-    model = smollm2_of_transformers(smollm2_path)
-    return {name: run_torch(model, golden["prompt_ids"], factors) for name, factors in FACTORS.items()}
+    return smollm2_of_transformers(smollm2_path)
 
 
+def assert_same_argmax(logits: np.ndarray, wanted: np.ndarray) -> None:
+    """At every position; where the two largest logits are nearer than rounding, one of the two will do (once or twice)."""
+    found = logits.argmax(-1)
+    assert (found != wanted).sum() <= 2
+    assert (logits.max(-1) - np.take_along_axis(logits, np.asarray(wanted)[:, None], -1)[:, 0]).max() < 1e-3
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FACTORS)
-def test_smollm2_equals_transformers(ours, theirs, name):
-    assert ours[name].logits.shape == theirs[name].logits.shape == (422, 49_152)
-    assert np.abs(ours[name].logits - theirs[name].logits).max() < CLOSE
-    np.testing.assert_array_equal(ours[name].logits.argmax(-1), theirs[name].logits.argmax(-1))
-    assert ours[name].new_ids == theirs[name].new_ids
+def test_smollm2_equals_transformers(ours, reference, golden, name):
+    """One pass over prompt and continuation: each new token is theirs if it is the argmax behind all before it."""
+    prompt, (logits, new_ids) = golden["prompt_ids"], ours[name]
+    wanted = logits_of_torch(reference, prompt + new_ids, FACTORS[name])
+    assert logits.shape == (len(prompt), 49_152) and len(prompt) == 422
+    assert np.abs(logits - wanted[:422]).max() < CLOSE
+    assert_same_argmax(logits, wanted[:422].argmax(-1))
+    assert new_ids == wanted[421:-1].argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("name", FACTORS)
 def test_smollm2_equals_what_transformers_gave(ours, golden, name):
     recorded = golden[name]
     assert golden["positions"] == POSITIONS and golden["tokens"] == TOKENS and recorded["factors"] == FACTORS[name]
-    np.testing.assert_array_equal(ours[name].logits.argmax(-1), recorded["argmax"])
+    assert_same_argmax(ours[name].logits, np.array(recorded["argmax"]))
     np.testing.assert_allclose(ours[name].logits[np.ix_(POSITIONS, TOKENS)], recorded["logits"], rtol=0, atol=CLOSE)
     assert ours[name].new_ids == recorded["new_ids"]
 
@@ -158,11 +165,13 @@ def test_tiny_models_equal_transformers(tiny_config, changes, tmp_path):
             handle.remove()
         found = lj.logits(model, jnp.asarray(tokens, jnp.int32), factors and lj.LayerFactors(np.array(factors)))
         assert wanted.std() > 1
-        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4 * wanted.std())
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-4 * wanted.std())
 
 
 def record() -> None:
-    """Write GOLDEN from torch."""
+    """Write GOLDEN from torch: logits, and what its own `generate` gives."""
+    import torch
+
     from lpes_jax.models import zoo
     from lpes_jax.tasks.key_value import KeyValue
 
@@ -173,14 +182,19 @@ def record() -> None:
     model = smollm2_of_transformers(path)
     golden: dict[str, Any] = {"prompt_ids": ids, "positions": POSITIONS, "tokens": TOKENS}
     for name, factors in FACTORS.items():
-        run = run_torch(model, ids, factors)
-        top = np.sort(run.logits, axis=-1)
+        logits = logits_of_torch(model, ids, factors)
+        top = np.sort(logits, axis=-1)
         print(f"{name}: the smallest distance between the two largest logits is {(top[:, -1] - top[:, -2]).min():.4f}")
+        handles = scale_layers_of_torch(model, factors) if factors else []
+        tokens = torch.tensor([ids])
+        new = model.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=NEW)
+        for handle in handles:
+            handle.remove()
         golden[name] = {
             "factors": factors,
-            "argmax": run.logits.argmax(-1).tolist(),
-            "logits": run.logits[np.ix_(POSITIONS, TOKENS)].round(4).astype(float).round(4).tolist(),
-            "new_ids": run.new_ids,
+            "argmax": logits.argmax(-1).tolist(),
+            "logits": logits[np.ix_(POSITIONS, TOKENS)].astype(float).round(4).tolist(),
+            "new_ids": new[0, len(ids) :].tolist(),
         }
     GOLDEN.parent.mkdir(exist_ok=True)
     GOLDEN.write_text(json.dumps(golden) + "\n")

@@ -1,0 +1,204 @@
+"""Verdicts without generation, populations, shapes and devices."""
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import lpes_jax as lj
+from lpes_jax import scoring
+from lpes_jax.scoring import Scorer, generate_ids, round_up
+from lpes_jax.tasks.key_value import KeyValue
+from lpes_jax.tasks.metrics import begins_with
+from lpes_jax.tasks.prompts import EncodedPrompt, encode
+
+ROOT = Path(__file__).parent.parent
+
+
+def prompts_of(*lengths: int, answers: tuple[int, ...] = (3,), seed: int = 0) -> list[EncodedPrompt]:
+    """Random ids; an answer of each length in `answers`."""
+    rng = np.random.default_rng(seed)
+    return [
+        EncodedPrompt(rng.integers(0, 300, n).tolist(), [rng.integers(0, 300, a).tolist() for a in answers]) for n in lengths
+    ]
+
+
+def with_likely_answers(model: lj.Llama, prompts: list[EncodedPrompt]) -> list[EncodedPrompt]:
+    """Every other prompt is given the model's own continuation as its first answer."""
+    new = generate_ids(model, [prompt.ids for prompt in prompts], max_new_tokens=3)
+    return [
+        EncodedPrompt(prompt.ids, [ids[: len(prompt.answers[0])], *prompt.answers[1:]]) if at % 2 else prompt
+        for at, (prompt, ids) in enumerate(zip(prompts, new, strict=True))
+    ]
+
+
+def population_of(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    """The first individual is the model as it is, so that some verdicts are right."""
+    factors = np.random.default_rng(seed).uniform(1, 2, shape)
+    factors[0] = 1
+    return factors
+
+
+def assert_same(one: scoring.Scores, other: scoring.Scores) -> None:
+    assert one.correct.any() and not one.correct.all()
+    np.testing.assert_array_equal(one.correct, other.correct)
+    np.testing.assert_allclose(one.log_likelihood, other.log_likelihood, rtol=1e-5, atol=1e-4)  # sums of logits up to 20
+
+
+@pytest.mark.slow
+def test_the_verdict_is_what_greedy_generation_gives(smollm2_path):
+    """200 prompts, forced opener and admitted openers: `prefix` without generation is begins_with on the generated ids."""
+    model, tokenizer = lj.load_model(str(smollm2_path), "float32"), lj.load_tokenizer(str(smollm2_path))
+    factors = np.linspace(1.0, 1.3, 30)
+    for count, opener in ((160, ' "'), (40, None)):
+        task = KeyValue(num_pairs=2, key_length=4, answer_opener=opener)
+        prompts = [task.prompt(example, at % 2) for at, example in enumerate(task.examples("all", count, seed=0))]
+        encoded = encode(prompts, tokenizer, 8192)
+        new = generate_ids(model, [prompt.ids for prompt in encoded], factors=factors, max_new_tokens=6)
+        generated = [begins_with(ids, prompt.answers) for ids, prompt in zip(new, encoded, strict=True)]
+        assert max(len(answer) for prompt in encoded for answer in prompt.answers) <= 6
+        verdicts = Scorer(model, encoded)(factors[None]).correct[0]
+        assert verdicts.tolist() == generated
+        assert 0.1 < verdicts.mean() < 0.95  # both verdicts are frequent
+
+
+def test_the_verdict_of_a_tiny_model_is_what_greedy_generation_gives(tiny_model):
+    prompts = with_likely_answers(tiny_model, prompts_of(*range(5, 45), answers=(3, 2)))
+    new = generate_ids(tiny_model, [prompt.ids for prompt in prompts], max_new_tokens=3)
+    generated = [begins_with(ids, prompt.answers) for ids, prompt in zip(new, prompts, strict=True)]
+    assert Scorer(tiny_model, prompts)(np.ones((1, 3))).correct[0].tolist() == generated
+    assert generated[1::2] == [True] * 20 and generated[::2] == [False] * 20
+
+
+def test_log_likelihood_equals_numpy_on_the_logits(tiny_model):
+    prompts, factors = prompts_of(7, 31, 40), population_of((2, 3))
+    scores = Scorer(tiny_model, prompts)(factors)
+    for individual, prompt in np.ndindex(2, 3):
+        ids, (answer,) = prompts[prompt].ids, prompts[prompt].answers
+        tokens = jnp.array([ids + answer], jnp.int32)
+        logits = np.asarray(lj.logits(tiny_model, tokens, lj.LayerFactors(factors[individual])), np.float64)[0]
+        log_probabilities = logits - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True))
+        log_probabilities -= logits.max(-1, keepdims=True)
+        wanted = sum(log_probabilities[len(ids) - 1 + at, token] for at, token in enumerate(answer))
+        assert scores.log_likelihood[individual, prompt] == pytest.approx(wanted, rel=2e-5)
+
+
+def test_admitted_answers_combine_as_any_and_logsumexp(tiny_model):
+    prompts = with_likely_answers(tiny_model, prompts_of(9, 20, 33, 12, answers=(3, 1, 2)))
+    together = Scorer(tiny_model, prompts)(np.ones((1, 3)))
+    alone = [
+        Scorer(tiny_model, [EncodedPrompt(prompt.ids, [prompt.answers[at]]) for prompt in prompts])(np.ones((1, 3)))
+        for at in range(3)
+    ]
+    np.testing.assert_array_equal(together.correct, np.any([scores.correct for scores in alone], axis=0))
+    assert together.correct[0].tolist() == [False, True, False, True]
+    wanted = np.log(np.sum([np.exp(np.float64(scores.log_likelihood)) for scores in alone], axis=0))
+    np.testing.assert_allclose(together.log_likelihood, wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("granularity, shape", [("layer", (3,)), ("layer_band", (3, 4)), ("layer_group", (3, 2))])
+def test_a_population_equals_its_individuals(tiny_model, granularity, shape):
+    prompts = with_likely_answers(tiny_model, prompts_of(9, 20, 33, 12))
+    scorer, factors = Scorer(tiny_model, prompts, population_chunk=4), population_of((6, *shape))
+    together = scorer(factors, granularity)
+    alone = [scorer(factors[at : at + 1], granularity) for at in range(6)]
+    assert_same(together, scoring.Scores(*(np.concatenate(values) for values in zip(*alone, strict=True))))
+    assert len(np.unique(together.log_likelihood.round(3), axis=0)) == 6  # individuals differ
+
+
+def test_chunk_and_batch_size_change_nothing(tiny_model):
+    prompts = with_likely_answers(tiny_model, prompts_of(9, 40, 33, 12, 5, 31, 59, answers=(3, 2)))
+    factors = population_of((5, 3))
+    wanted = Scorer(tiny_model, prompts)(factors)
+    for batch_size, chunk in [(1, 1), (5, 2), (14, 8)]:
+        done = []
+        scorer = Scorer(tiny_model, prompts, batch_size=batch_size, population_chunk=chunk)
+        assert_same(wanted, scorer(factors, on_prompts=done.append))
+        assert sum(done) == 5 * 7  # each pair once, though the answers of a prompt may stand in two batches
+
+
+def compilations(caplog: pytest.LogCaptureFixture) -> int:
+    return sum("Compiling" in (text := record.getMessage()) and "_sharded_scores" in text for record in caplog.records)
+
+
+def test_new_factors_compile_nothing_and_the_count_is_right(tiny_model, caplog):
+    prompts = prompts_of(9, 40, 33, 12, 70)
+    scoring._sharded_scores.clear_cache()
+    scorer = Scorer(tiny_model, prompts, batch_size=2, population_chunk=4)
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        scorer(population_of((4, 3)))
+        first = compilations(caplog)
+        assert first == scorer.compilations == len({round_up(longest) for longest in (15, 43, 73)})
+        for seed in range(10):
+            scorer(population_of((4, 3), seed))
+        assert compilations(caplog) == scorer.compilations == first
+        scorer(population_of((4, 3, 4)), "layer_band")
+        assert compilations(caplog) == scorer.compilations == 2 * first
+        scorer(population_of((7, 3)))  # a slab of four and one of three, filled to four
+        assert compilations(caplog) == scorer.compilations == 2 * first
+
+
+def test_twenty_lengths_and_a_short_last_batch_keep_to_few_shapes(tiny_model, caplog):
+    prompts = prompts_of(*range(5, 105, 5), 101)  # 21 prompts in batches of four: the last one short
+    scoring._sharded_scores.clear_cache()
+    scorer = Scorer(tiny_model, prompts, batch_size=4)
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        scores = scorer(population_of((1, 3)))
+        assert compilations(caplog) == scorer.compilations <= 4
+    assert np.isfinite(scores.log_likelihood).all() and scores.correct.shape == (1, 21)
+
+
+def test_padded_lengths():
+    lengths = np.arange(1, 20_000)
+    padded = np.array([round_up(int(length)) for length in lengths])
+    assert (padded >= lengths).all() and (padded % 32 == 0).all()
+    assert ((padded - lengths) < np.maximum(32, lengths / 8)).all()  # little waste
+    assert len(set(padded.tolist())) < 90  # few shapes
+    assert [round_up(length) for length in (1, 32, 33, 512, 513, 600, 1024, 1025)] == [32, 32, 64, 512, 576, 640, 1024, 1152]
+
+
+DEVICES = """
+import sys
+from functools import partial
+import jax, jax.numpy as jnp, numpy as np
+sys.path.insert(0, sys.argv[1])
+import test_scoring as t
+from flax import nnx
+from lpes_jax.models.llama import Llama, LlamaConfig
+from lpes_jax.rope import RopeParameters
+from lpes_jax.scoring import Scorer, population_mesh, population_scores
+
+assert jax.local_device_count() == 8
+model = Llama(LlamaConfig(300, 48, 96, 3, 6, 2, 8, 1e-5, 512, RopeParameters(1e4)), rngs=nnx.Rngs(0), dtype=jnp.float32)
+model = jax.tree.map(lambda leaf: leaf * 6, model)
+prompts = t.with_likely_answers(model, t.prompts_of(9, 20, 33, 12))
+factors = t.population_of((5, 3))
+one = Scorer(model, prompts, mesh=population_mesh(jax.devices()[:1]), batch_size=4)(factors)
+scorer = Scorer(model, prompts, batch_size=4)
+eight = scorer(factors)
+t.assert_same(one, eight)
+assert scorer.individuals_at_once % 8 == 0 and len(scorer.mesh.devices.flat) == 8
+assert len(scorer.model.embed[...].sharding.device_set) == 8
+
+(at, batch), = scorer._batches
+eight_of_them = np.resize(factors.astype(np.float32), (8, 1, 3))
+correct, likelihood = jax.pmap(population_scores, in_axes=(None, None, 0))(model, jax.device_get(batch), eight_of_them)
+order = np.argsort(at)
+np.testing.assert_array_equal(np.asarray(correct)[:5, 0][:, order], one.correct)
+np.testing.assert_allclose(np.asarray(likelihood)[:5, 0][:, order], one.log_likelihood, rtol=1e-5, atol=1e-5)
+print("same")
+"""
+
+
+def test_eight_devices_and_pmap_equal_one_device():
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "error", "-c", DEVICES, str(ROOT / "tests")]
+    done = subprocess.run(command, env=os.environ | flags, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().endswith("same")
