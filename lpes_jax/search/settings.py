@@ -21,13 +21,14 @@ PRESETS: dict[str, dict[str, Any]] = {
     # Minutes on two cores: few questions, few generations.
     "quick": {
         "num_pairs": 3,
-        "limit": 8,
+        "limit": 6,
         "test_limit": 20,
+        "positions": (0, 50, 100),  # three pairs have no other places
         "population_size": 12,
         "parents": 4,
         "mutations": 6,
         "crossovers": 1,
-        "generations": 4,
+        "generations": 3,
         "uniform_candidates": 7,
     },
 }
