@@ -11,7 +11,7 @@ Letters: L layers, K key-value heads (KV groups), G = 1 or K, D head dim, T toke
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +55,7 @@ class RopeParameters:
             )
         if (rotated := scaling.get("partial_rotary_factor")) not in (None, 1.0):
             raise UserError(f"{where}: partial_rotary_factor={rotated!r} is not supported (only 1.0)")
-        numbers = {"rope_theta": theta} | ({"factor": scaling.get("factor")} if kind == "linear" else {})
+        numbers: dict[str, Any] = {"rope_theta": theta} | ({"factor": scaling.get("factor")} if kind == "linear" else {})
         for name, value in numbers.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise UserError(f"{where}: {name} of RoPE type {kind!r} must be a number above 0, got {value!r}")
