@@ -1,6 +1,7 @@
 """The commands as users run them: real processes, their exit codes, and what they leave."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -29,9 +30,9 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Llama) ->
     return folder
 
 
-def lpes(*arguments: object) -> subprocess.CompletedProcess[str]:
+def lpes(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "lpes_jax." + str(arguments[0]), *map(str, arguments[1:])]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | environment)
 
 
 SMALL = (
@@ -72,6 +73,21 @@ def test_search_leaves_its_folder_and_prints_its_table(searched):
     assert len(history) == 4 + 4
     pi = LayerFactors.load(folder / "factors.json").factors.mean()
     assert 0.5 <= pi <= 2.0
+
+
+def test_eight_devices_find_what_one_finds(searched, model_folder, tmp_path):
+    flags = ("search", "--model", model_folder, *SMALL, "--output-path", tmp_path / "run")
+    done = lpes(*flags, XLA_FLAGS="--xla_force_host_platform_device_count=8")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "run" / "results.json").read_text())["devices"]["count"] == 8
+    one, eight = (
+        [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+        for folder in (searched[0], tmp_path / "run")
+    )
+    for a, b in zip(one, eight, strict=True):
+        assert a["log_likelihood"] == pytest.approx(b.pop("log_likelihood"), abs=2e-4)
+        assert a["fitness"] == pytest.approx(b.pop("fitness"), abs=1e-5)
+        assert b.items() <= a.items()
 
 
 def test_evaluate_takes_the_factors_and_measures_both_metrics(searched, model_folder, tmp_path):
