@@ -23,7 +23,7 @@ CURVE = np.stack([np.linspace(4.7, 28.8, 50), np.linspace(1.2, 1.5, 50)], axis=1
 
 def test_markdown():
     assert markdown(ROWS, [0, 50, 100]) == (
-        "| accuracy at | 0 % | 50 % | 100 % | mean ± s.e. | p | log-likelihood |\n"
+        "| accuracy at | 0 % | 50 % | 100 % | mean ± s.e. | p | log-lik. |\n"
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |\n"
         "| baseline | 90.7 | 56.7 | 95.0 | 80.8 ± 1.3 | - | - |\n"
         "| LPES \\| [50] | 95.0 | 87.9 | 100.0 | 94.3 ± 0.8 | <0.001 | -1.23 |\n"
