@@ -10,8 +10,9 @@ from jaxtyping import Array, Float, Int
 
 from lpes_jax.factors import LayerFactors
 from lpes_jax.models.llama.model import Llama, hidden_states, output_logits
-from lpes_jax.rope import RopeTable, rope_table
+from lpes_jax.rope import RopeTable
 from lpes_jax.scoring import generate_ids
+from lpes_jax.tasks.prompts import token_ids
 
 
 def logits(
@@ -20,9 +21,10 @@ def logits(
     """float32 logits at every position; rows may be padded on the right.
 
     `factors` is an array `[L]` or a `LayerFactors` of any granularity; None leaves the model as it is, and so do factors of 1,
-    bit for bit. Raises UserError for LayerFactors that do not fit the model.
+    bit for bit. RoPE of the types `dynamic` and `longrope` goes by T (see `lpes_jax.rope`). Raises UserError for LayerFactors
+    that do not fit the model.
     """
-    return _logits(model, tokens, _table(model, factors))
+    return _logits(model, tokens, _table(model, tokens.shape[1], factors))
 
 
 def generate(
@@ -38,10 +40,10 @@ def generate(
     """
     layer_factors = factors if factors is None or isinstance(factors, LayerFactors) else LayerFactors(np.asarray(factors))
     if layer_factors is not None:
-        layer_factors.for_model(model.config.num_layers, model.config.num_kv_heads, model.config.head_dim)
+        layer_factors.for_model(model.config.num_layers, model.config.num_kv_heads, model.config.rotary_dim)
     ids = generate_ids(
         model,
-        tokenizer(list(prompts))["input_ids"],
+        token_ids(tokenizer, list(prompts)),
         factors=None if layer_factors is None else layer_factors.factors,
         granularity="layer" if layer_factors is None else layer_factors.granularity,
         max_new_tokens=max_new_tokens,
@@ -55,10 +57,9 @@ def _logits(model: Llama, tokens: Int[Array, "B T"], table: RopeTable) -> Float[
     return output_logits(model, hidden_states(model, tokens, table))
 
 
-def _table(model: Llama, factors: LayerFactors | Float[Array, "L"] | None) -> RopeTable:
+def _table(model: Llama, length: int, factors: LayerFactors | Float[Array, "L"] | None) -> RopeTable:
     config = model.config
     if isinstance(factors, LayerFactors):
-        factors.for_model(config.num_layers, config.num_kv_heads, config.head_dim)
-        values = jnp.asarray(factors.factors, jnp.float32)
-        return rope_table(config.rope, config.head_dim, config.num_layers, values, factors.granularity)
-    return rope_table(config.rope, config.head_dim, config.num_layers, factors)
+        factors.for_model(config.num_layers, config.num_kv_heads, config.rotary_dim)
+        return config.rope_table(length, jnp.asarray(factors.factors, jnp.float32), factors.granularity)
+    return config.rope_table(length, factors)

@@ -24,17 +24,19 @@ from lpes_jax.errors import UserError
 from lpes_jax.evaluation import BASELINE, PLAIN, Candidate, Outcome
 from lpes_jax.factors import LayerFactors, write_json
 from lpes_jax.models.llama import load
+from lpes_jax.models.llama.chat import PromptForm, check_chat, make_chat
 from lpes_jax.report.plots import u_curve
 from lpes_jax.report.progress import SearchProgress
 from lpes_jax.report.tables import console, markdown, position_table
 from lpes_jax.tasks import make_task
+from lpes_jax.tasks.chat import ChatTask
 
 
 @dataclass(frozen=True)
 class EvaluateSettings:
     """What to measure."""
 
-    model: str = "smollm2-135m-instruct"
+    model: str = "tiny-retriever"
     """A name in models/zoo, a folder in Hugging Face layout, a .gguf file, or a Hugging Face hub id."""
     output_path: Path = Path("runs/evaluate")
     """Folder of the results."""
@@ -55,6 +57,12 @@ class EvaluateSettings:
     """test: never overlaps what a search uses; all: every row of a file."""
     answer_opener: str = ' "'
     """What stands at the end of the prompt, before the answer; '' admits a bare and a quoted value."""
+    apply_chat_template: bool = False
+    """Ask in a chat, by the tokenizer's own chat template; the opener stands behind it."""
+    prompt_form: PromptForm | None = None
+    """Ask in a chat, by a form that the model was trained with and its files lack."""
+    system_prompt: str | None = None
+    """The chat's system prompt, instead of the template's or form's own."""
     positions: tuple[int, ...] = (0, 25, 50, 75, 100)
     """Positions of the fact, in percent."""
     slots: tuple[int, ...] = ()
@@ -85,6 +93,11 @@ def run_evaluation(settings: EvaluateSettings) -> list[Outcome]:
         raise UserError("--positions: give at least one position, in percent")
     if settings.only_factors and settings.factors is None:
         raise UserError("--only-factors needs --factors")
+    check_chat(
+        apply_chat_template=settings.apply_chat_template,
+        prompt_form=settings.prompt_form,
+        system_prompt=settings.system_prompt,
+    )
     task = make_task(
         settings.task,
         num_pairs=settings.num_pairs,
@@ -96,10 +109,18 @@ def run_evaluation(settings: EvaluateSettings) -> list[Outcome]:
     examples = task.examples(settings.split, settings.limit, settings.seed)
     factors = None if settings.factors is None else LayerFactors.load(settings.factors)
     loaded = load(settings.model, settings.dtype)
+    chat = make_chat(
+        loaded.tokenizer,
+        apply_chat_template=settings.apply_chat_template,
+        prompt_form=settings.prompt_form,
+        system_prompt=settings.system_prompt,
+    )
+    if chat is not None:
+        task = ChatTask(task, chat.render)
     config = loaded.model.config
     candidates = [] if settings.only_factors else [Candidate(PLAIN, plain=True), Candidate(BASELINE)]
     if factors is not None:
-        factors.for_model(config.num_layers, config.num_kv_heads, config.head_dim, str(settings.factors))
+        factors.for_model(config.num_layers, config.num_kv_heads, config.rotary_dim, str(settings.factors))
         candidates.append(Candidate("factors", factors))
     measured = [candidate for candidate in candidates if not candidate.plain or task.plain is not None]
     with SearchProgress(len(measured) * len(examples) * len(places)) as progress:
@@ -113,11 +134,13 @@ def run_evaluation(settings: EvaluateSettings) -> list[Outcome]:
             measured,
             metrics=settings.metrics,
             max_new_tokens=settings.max_new_tokens,
+            stop_ids=loaded.stop_ids,
             batch_size=settings.batch_size,
             on_prompts=progress.prompts,
         )
     record = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(settings).items()}
-    results = evaluation.results_record(task, outcomes, places, {**record, "model_identity": loaded.identity}, started)
+    record |= {"model_identity": loaded.identity, "chat": chat and chat.record}
+    results = evaluation.results_record(task, outcomes, places, record, started)
     _write(settings, outcomes, places, results, loaded.identity["name"])
     return outcomes
 

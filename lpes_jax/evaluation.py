@@ -77,10 +77,11 @@ def evaluate(
     *,
     metrics: Sequence[str] = ("prefix",),
     max_new_tokens: int = 100,
+    stop_ids: Sequence[int] = (),
     batch_size: int | None = None,
     on_prompts: Report = lambda count: None,
 ) -> list[Outcome]:
-    """Every candidate on every example with its fact at every place (`slots_of`)."""
+    """Every candidate on every example with its fact at every place (`slots_of`). `stop_ids` end a generated text."""
     window = model.config.max_position_embeddings
     outcomes = []
     for plain in (True, False):
@@ -102,13 +103,19 @@ def evaluate(
                 longest = max(len(ids) for prompt in encoded for ids in prompt.answers)
                 if max_new_tokens < longest:
                     raise UserError(f"--max-new-tokens {max_new_tokens} is below the longest gold answer, {longest} tokens")
+                longest = max(len(prompt.ids) for prompt in encoded)
+                if longest + max_new_tokens > window:
+                    raise UserError(
+                        f"--max-new-tokens {max_new_tokens} behind the longest prompt, {longest} tokens, is more than the "
+                        f"model's window of {window}; lower it, or leave substring out of --metrics"
+                    )
                 ids = generate_ids(
                     model,
                     [prompt.ids for prompt in encoded],
                     factors=factors.factors,
                     granularity=factors.granularity,
                     max_new_tokens=max_new_tokens,
-                    stop=[token for token in [tokenizer.eos_token_id] if token is not None],
+                    stop=stop_ids,
                     batch_size=batch_size,
                 )
                 outputs = tokenizer.batch_decode(ids, skip_special_tokens=True)

@@ -1,4 +1,4 @@
-"""Rotary position embeddings as data: a table `[L, G, D/2]` that the model takes as an argument.
+"""Rotary position embeddings as data: a table `[L, G, R/2]` that the model takes as an argument.
 
     f'(x, i) = f(x, i / s)                                              (paper, Eq. 2)
 
@@ -6,10 +6,17 @@ Dividing every position of a layer by its factor s is dividing that layer's inve
 interpolation and finer factors are all tables: row l holds the inverse frequencies of layer l, once (G = 1) or once for
 each KV group (G = K). Nothing about positions is baked into a model or cached.
 
-Letters: L layers, K key-value heads (KV groups), G = 1 or K, D head dim, T tokens, B batch.
+The checkpoint's own RoPE may be of any kind in `ROPE_TYPES`; factors divide the frequencies that the kind gives, and what the
+kind multiplies cos and sin by stays. Two kinds depend on the length of the text: `dynamic` raises the base beyond the trained
+window, `longrope` has one list of divisors up to it and one beyond. The policy is one table per call, chosen from the longest
+prompt plus its answer budget in the call, so that cached decoding equals full recomputation; at lengths up to the trained
+window the base is exactly theta.
+
+Letters: L layers, K key-value heads (KV groups), G = 1 or K, D head dim, R rotated part of it, T tokens, B batch.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -22,49 +29,137 @@ from lpes_jax.errors import UserError
 
 Granularity = Literal["layer", "layer_band", "layer_group", "layer_group_band"]
 GRANULARITIES: tuple[str, ...] = get_args(Granularity)
-ROPE_TYPES = ("default", "linear")
+
+# Each kind and its own keys; transformers' `modeling_rope_utils.py` is the reference of all.
+_KEYS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "truncate"),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"),
+}
+# Keys that are read and not kept: two are another way to give yarn's attention factor, one says how a model was trained.
+_READ_KEYS = {"yarn": ("mscale", "mscale_all_dim", "finetuned")}
+_COMMON_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+ROPE_TYPES = tuple(_KEYS)
+_MOST = 1e15  # no number of a RoPE is near it; what a damaged config may say must not overflow
 
 
 @dataclass(frozen=True)
 class RopeParameters:
     """The RoPE of a checkpoint, as Hugging Face names its parts (`rope_parameters` in transformers v5).
 
-    `factor` is used by `linear` alone: positions divided by one number in every layer.
+    What follows from other keys there is worked out here: `attention_factor` is the number that cos and sin are multiplied by,
+    and `original_max_position_embeddings` the trained window, in positions, of the kinds that look at it (`dynamic` too).
     """
 
     rope_theta: float
     rope_type: str = "default"
     factor: float = 1.0
+    partial_rotary_factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.rope_type not in ROPE_TYPES:
+            raise ValueError(f"RoPE type {self.rope_type!r} is not one of {', '.join(ROPE_TYPES)}")
 
     @classmethod
     def from_hf(cls, config: dict, where: str = "config.json") -> "RopeParameters":
         """From a v5 (`rope_parameters`) or v4 (`rope_theta`, `rope_scaling` with `type` or `rope_type`) config.
 
-        Raises UserError for a RoPE type that is not implemented, and where no theta is given: a silent 10000 is how
-        Qwen and Llama 3 models get broken.
+        Raises UserError for a RoPE type or a key that is not implemented, for keys that contradict each other, and where no
+        theta is given: a silent 10000 is how Qwen and Llama 3 models get broken.
         """
-        parameters = config.get("rope_parameters") or {}
-        scaling = config.get("rope_scaling") or parameters  # where both stand, transformers goes by the older key
-        theta = scaling.get("rope_theta", config.get("rope_theta", parameters.get("rope_theta")))
-        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        newer, older = (_keys_of(config, name, where) for name in ("rope_parameters", "rope_scaling"))
+        given = older or newer  # where both stand, transformers goes by the older name
+        kind = _agreed(f"{where}: the RoPE type", given.get("rope_type"), given.get("type"), default="default")
+        kind = "longrope" if kind == "su" else kind  # its first name, in early Phi-3 files
         if kind not in ROPE_TYPES:
-            raise UserError(f"{where}: RoPE type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+            raise UserError(f"{where}: RoPE type {kind!r:.60} is not supported; supported: {', '.join(ROPE_TYPES)}")
+        if older and newer.get("rope_type", "default") not in ("default", kind):
+            raise UserError(f"{where}: rope_scaling and rope_parameters are of two types; delete the one that is not meant")
+        if unknown := sorted(given.keys() - {*_COMMON_KEYS, *_KEYS[kind], *_READ_KEYS.get(kind, ())}):
+            takes = ", ".join(("rope_theta", "partial_rotary_factor", *_KEYS[kind]))
+            raise UserError(f"{where}: {', '.join(unknown)} of RoPE type {kind!r} is not supported; it takes: {takes}")
+        theta = _agreed(f"{where}: rope_theta", given.get("rope_theta"), config.get("rope_theta"), newer.get("rope_theta"))
         if theta is None:
             raise UserError(
                 f"{where}: no rope_theta, neither at the top nor in rope_parameters; add the one the model was trained with"
             )
-        if (rotated := scaling.get("partial_rotary_factor")) not in (None, 1.0):
-            raise UserError(f"{where}: partial_rotary_factor={rotated!r} is not supported (only 1.0)")
-        numbers: dict[str, Any] = {"rope_theta": theta} | ({"factor": scaling.get("factor")} if kind == "linear" else {})
-        for name, value in numbers.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise UserError(f"{where}: {name} of RoPE type {kind!r} must be a number above 0, got {value!r}")
-        return cls(rope_type=kind, **{name: float(value) for name, value in numbers.items()})
+
+        def number(name: str, value: Any) -> float:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _MOST:
+                raise UserError(f"{where}: {name} of RoPE type {kind!r} must be a number above 0, got {value!r:.60}")
+            return float(value)
+
+        def numbers(name: str) -> tuple[float, ...]:
+            if not isinstance(given.get(name), list | tuple):
+                raise UserError(f"{where}: {name} of RoPE type {kind!r} must be a list of numbers, got {given.get(name)!r:.60}")
+            return tuple(number(name, value) for value in given[name])
+
+        def window(name: str, value: Any) -> int:
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 < value < 2**31:
+                raise UserError(f"{where}: {name} of RoPE type {kind!r} must be a whole number above 1, got {value!r:.60}")
+            return value
+
+        top, partial = config.get("partial_rotary_factor"), given.get("partial_rotary_factor")
+        partial = number("partial_rotary_factor", _agreed(f"{where}: partial_rotary_factor", partial, top, default=1.0))
+        if partial > 1:
+            raise UserError(f"{where}: partial_rotary_factor must be at most 1, got {partial!r}")
+        values: dict[str, Any] = {"partial_rotary_factor": partial}
+        longest = config.get("max_position_embeddings")
+        if kind == "dynamic":
+            values["original_max_position_embeddings"] = window("max_position_embeddings", longest)
+        elif kind in ("yarn", "llama3", "longrope"):
+            name = "original_max_position_embeddings"
+            values[name] = _agreed(f"{where}: {name}", given.get(name), config.get(name))
+            if values[name] is None and kind == "yarn":
+                values[name] = longest
+            values[name] = window(name, values[name])
+        if kind != "default":
+            factor = given.get("factor")
+            if factor is None and kind in ("yarn", "longrope"):
+                factor = window("max_position_embeddings", longest) / values["original_max_position_embeddings"]
+            values["factor"] = number("factor", factor)
+        for name in ("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"):
+            if name in _KEYS[kind] and (name in given or kind == "llama3"):
+                values[name] = number(name, given.get(name))
+        if kind == "llama3" and values["high_freq_factor"] <= values["low_freq_factor"]:
+            raise UserError(f"{where}: high_freq_factor of RoPE type 'llama3' must be above low_freq_factor")
+        if not isinstance(truncate := given.get("truncate", True), bool):
+            raise UserError(f"{where}: truncate of RoPE type {kind!r} must be true or false, got {truncate!r:.60}")
+        values["truncate"] = truncate
+        if kind == "longrope":
+            values |= {name: numbers(name) for name in ("short_factor", "long_factor")}
+        if kind in ("yarn", "longrope"):
+            read = {
+                name: number(name, given[name]) for name in ("attention_factor", "mscale", "mscale_all_dim") if name in given
+            }
+            original = values["original_max_position_embeddings"]
+            values["attention_factor"] = _attention_factor(kind, values["factor"], original, **read)
+        if number("rope_theta", theta) <= 1:
+            raise UserError(f"{where}: rope_theta must be above 1, got {theta!r}")
+        return cls(rope_theta=float(theta), rope_type=kind, **values)
 
     def to_hf(self) -> dict:
-        """The v5 `rope_parameters` entry."""
-        linear = {"factor": self.factor} if self.rope_type == "linear" else {}
-        return {"rope_type": self.rope_type, "rope_theta": self.rope_theta, **linear}
+        """The v5 `rope_parameters` entry. (`dynamic` takes its window from the config's `max_position_embeddings`.)"""
+        values = {key: getattr(self, key) for key in _KEYS[self.rope_type]}
+        values = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+        partial = {} if self.partial_rotary_factor == 1 else {"partial_rotary_factor": self.partial_rotary_factor}
+        return {"rope_type": self.rope_type, "rope_theta": self.rope_theta, **partial, **values}
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """R: how many of the `head_dim` elements of a head are rotated, the first ones."""
+        return int(head_dim * self.partial_rotary_factor)
 
 
 @jax.tree_util.register_dataclass
@@ -79,25 +174,42 @@ class RopeTable:
     attention_scaling: Float[Array, ""]
 
 
-def inverse_frequencies(rope: RopeParameters, head_dim: int) -> Float[Array, "half"]:
-    """theta^(-2i/D) for i < D/2, float32, in radians per position; `linear` divides them by its factor."""
+def inverse_frequencies(rope: RopeParameters, head_dim: int, length: int = 0) -> Float[Array, "half"]:
+    """theta^(-2i/R) for i < R/2, changed as the RoPE type says; float32, in radians per position.
+
+    `length` is that of the longest text of the call, in tokens; it matters to `dynamic` and `longrope` alone (see above).
+    """
     # In NumPy: XLA's power differs in the last bits between eager and compiled programs.
-    inv_freq = jnp.asarray(rope.rope_theta ** (-np.arange(0, head_dim, 2) / head_dim), jnp.float32)
+    dim, theta, original = rope.rotary_dim(head_dim), rope.rope_theta, rope.original_max_position_embeddings
+    if rope.rope_type == "dynamic" and length > original:
+        theta *= (rope.factor * length / original - (rope.factor - 1)) ** (dim / (dim - 2))
+    inv_freq = theta ** (-np.arange(0, dim, 2) / dim)
     if rope.rope_type == "linear":
+        inv_freq = jnp.asarray(inv_freq, jnp.float32)
         return _divide(inv_freq, jnp.full_like(inv_freq, rope.factor))
-    return inv_freq
+    if rope.rope_type == "yarn":
+        inv_freq = _yarn(rope, inv_freq)
+    elif rope.rope_type == "llama3":
+        # As many turns in the trained window as high_freq_factor or more: kept; low_freq_factor or fewer: divided.
+        turns = original * inv_freq / (2 * math.pi)
+        kept = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0, 1)
+        inv_freq = inv_freq * kept + inv_freq / rope.factor * (1 - kept)
+    elif rope.rope_type == "longrope":
+        inv_freq = inv_freq / np.array(rope.long_factor if length > original else rope.short_factor)
+    return jnp.asarray(inv_freq, jnp.float32)
 
 
 def scale_layers(
-    inv_freq: Float[Array, "half"], factors: Float[Array, "..."], granularity: Granularity = "layer"
+    inv_freq: Float[Array, "*rows half"], factors: Float[Array, "..."], granularity: Granularity = "layer"
 ) -> Float[Array, "*population L G half"]:
     """Inverse frequencies of every layer: `inv_freq` divided by the layer's factor (paper, Eq. 2 and 5).
 
-    `factors` is `[L]` (`layer`), `[L, bands]` (`layer_band`: the D/2 frequencies of a layer in equal bands, highest first),
-    `[L, K]` (`layer_group`) or `[L, K, bands]` (`layer_group_band`), with any leading population axes. Differentiable in
-    `factors`, jit- and vmap-able. Raises ValueError where the bands do not divide D/2.
+    `inv_freq` is `[R/2]` or a table's `[L, 1, R/2]`. `factors` is `[L]` (`layer`), `[L, bands]` (`layer_band`: the R/2
+    frequencies of a layer in equal bands, highest first), `[L, K]` (`layer_group`) or `[L, K, bands]` (`layer_group_band`),
+    with any leading population axes. Differentiable in `factors`, jit- and vmap-able. Raises ValueError where the bands do not
+    divide R/2.
     """
-    half = inv_freq.shape[0]
+    half = inv_freq.shape[-1]
     if granularity == "layer":
         factors = factors[..., :, None, None]
     elif granularity == "layer_band":
@@ -118,14 +230,20 @@ def rope_table(
     num_layers: int,
     factors: Float[Array, "..."] | None = None,
     granularity: Granularity = "layer",
+    length: int = 0,
+    nope_layers: Sequence[int] = (),
 ) -> RopeTable:
-    """The table of a model, with `factors` (see `scale_layers`) or, without any, the checkpoint's own in each layer."""
-    inv_freq = inverse_frequencies(rope, head_dim)
-    if factors is None:
-        layers = jnp.broadcast_to(inv_freq, (num_layers, 1, head_dim // 2))
-    else:
-        layers = scale_layers(inv_freq, factors, granularity)
-    return RopeTable(layers, jnp.ones((), inv_freq.dtype))
+    """The table of a model, with `factors` (see `scale_layers`) or, without any, the checkpoint's own in each layer.
+
+    `length` as in `inverse_frequencies`; `nope_layers` are not rotated. Of a loaded model: `model.config.rope_table`.
+    """
+    inv_freq = inverse_frequencies(rope, head_dim, length)
+    rotated = np.ones((num_layers, 1, 1), np.float32)
+    rotated[list(nope_layers)] = 0
+    layers = inv_freq * rotated
+    if factors is not None:
+        layers = scale_layers(layers, factors, granularity)
+    return RopeTable(layers, jnp.full((), rope.attention_factor, inv_freq.dtype))
 
 
 def cos_sin(
@@ -133,27 +251,80 @@ def cos_sin(
 ) -> tuple[Float[Array, "*batch T G half"], Float[Array, "*batch T G half"]]:
     """cos and sin of position x inverse frequency for one layer. Angles are float32 (float64 for a float64 table)."""
     angles = positions[..., None, None].astype(inv_freq.dtype) * inv_freq
-    return jnp.cos(angles) * attention_scaling, jnp.sin(angles) * attention_scaling
+    scaling = jnp.where(inv_freq == 0, jnp.ones_like(attention_scaling), attention_scaling)  # NoPE layers have none
+    return jnp.cos(angles) * scaling, jnp.sin(angles) * scaling
 
 
 def rotate(
     x: Float[Array, "*batch T heads D"], cos: Float[Array, "*any T G half"], sin: Float[Array, "*any T G half"]
 ) -> Float[Array, "*batch T heads D"]:
-    """Rotate queries or keys, half-split layout (element i pairs with i + D/2, as Hugging Face stores it).
+    """Rotate queries or keys, half-split layout (element i pairs with i + R/2, as Hugging Face stores it).
 
-    With G = K the heads of a group stand next to each other: head h belongs to group h // (heads / K). Computed in float32
-    (or the table's own dtype, if wider) and cast back.
+    Elements from R = 2 x half on stay as they are. With G = K the heads of a group stand next to each other: head h belongs to
+    group h // (heads / K). Computed in float32 (or the table's own dtype, if wider) and cast back.
     """
-    dtype = np.promote_types(x.dtype, cos.dtype)
+    dtype, half = np.promote_types(x.dtype, cos.dtype), cos.shape[-1]
     repeats = x.shape[-2] // cos.shape[-2] if cos.shape[-2] > 1 else 1
     cos, sin = (jnp.repeat(table, repeats, axis=-2) if repeats > 1 else table for table in (cos, sin))
-    first, second = jnp.split(x.astype(dtype), 2, axis=-1)
+    first, second = (part.astype(dtype) for part in (x[..., :half], x[..., half : 2 * half]))
     cos, sin = cos.astype(dtype), sin.astype(dtype)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x.dtype)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return rotated if 2 * half == x.shape[-1] else jnp.concatenate([rotated, x[..., 2 * half :]], axis=-1)
 
 
-def _divide(inv_freq: Float[Array, "half"], factors: Float[Array, "*any"]) -> Float[Array, "*any"]:
+def _divide(inv_freq: Float[Array, "*rows half"], factors: Float[Array, "*any"]) -> Float[Array, "*any"]:
     # XLA turns a division by a broadcast value into a product with its reciprocal on some paths and not on others, which
     # differs in the last bit. Written as the product everywhere, uniform factors equal `linear` RoPE bit for bit.
     return inv_freq * (1 / factors)
+
+
+def _yarn(rope: RopeParameters, inv_freq: Float[np.ndarray, "half"]) -> Float[np.ndarray, "half"]:
+    # YaRN (arXiv:2309.00071, section 3.2): frequencies that turn beta_fast times or more in the trained window are kept, those
+    # that turn beta_slow times or fewer are divided by the factor, and between the two goes a ramp over the index.
+    half = len(inv_freq)
+
+    def index_that_turns(times: float) -> float:
+        window = rope.original_max_position_embeddings
+        return half * math.log(window / (times * 2 * math.pi)) / math.log(rope.rope_theta)
+
+    low, high = index_that_turns(rope.beta_fast), index_that_turns(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * half - 1)
+    ramp = np.clip((np.arange(half) - low) / (high - low if high != low else 0.001), 0, 1)
+    return inv_freq / rope.factor * ramp + inv_freq * (1 - ramp)
+
+
+def _attention_factor(
+    kind: str,
+    factor: float,
+    original: int,
+    attention_factor: float | None = None,
+    mscale: float | None = None,
+    mscale_all_dim: float | None = None,
+) -> float:
+    if attention_factor is not None:
+        return attention_factor
+    if factor <= 1:
+        return 1.0
+    if kind == "longrope":
+        return math.sqrt(1 + math.log(factor) / math.log(original))
+    if mscale is None or mscale_all_dim is None:
+        return 0.1 * math.log(factor) + 1
+    return (0.1 * mscale * math.log(factor) + 1) / (0.1 * mscale_all_dim * math.log(factor) + 1)
+
+
+def _keys_of(config: dict, name: str, where: str) -> dict[str, Any]:
+    """An entry of the config without its null values."""
+    entry = config.get(name)
+    if not isinstance(entry, dict | None):
+        raise UserError(f"{where}: {name} must be a JSON object or null, got {entry!r:.60}")
+    return {key: value for key, value in (entry or {}).items() if value is not None}
+
+
+def _agreed(what: str, *values: Any, default: Any = None) -> Any:
+    """The one value that is given, once or in several places."""
+    given = [value for value in values if value is not None]
+    if any(value != given[0] for value in given):
+        raise UserError(f"{what} is given as {given[0]!r:.40} and as {given[-1]!r:.40}; delete the one that is not meant")
+    return given[0] if given else default

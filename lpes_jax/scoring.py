@@ -22,9 +22,10 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from lpes_jax.errors import UserError
 from lpes_jax.models.llama.generate import greedy
 from lpes_jax.models.llama.model import Llama, hidden_states, output_logits
-from lpes_jax.rope import Granularity, RopeTable, inverse_frequencies, rope_table, scale_layers
+from lpes_jax.rope import Granularity, RopeTable, scale_layers
 from lpes_jax.tasks.prompts import EncodedPrompt
 
 _TOKENS_AT_ONCE = {"cpu": 2**12, "gpu": 2**18}  # a pass this large keeps the device busy; more gains nothing
@@ -61,15 +62,17 @@ def batch_scores(model: Llama, batch: Batch, table: RopeTable) -> tuple[Bool[Arr
 
 
 def population_scores(
-    model: Llama, batch: Batch, factors: Float[Array, "P ..."], granularity: Granularity = "layer"
+    model: Llama,
+    batch: Batch,
+    factors: Float[Array, "P ..."],
+    granularity: Granularity = "layer",
+    table: RopeTable | None = None,
 ) -> tuple[Bool[Array, "P B"], Float[Array, "P B"]]:
-    """`batch_scores` of every individual, vmapped over the factors alone."""
-    config = model.config
-    inv_freq = inverse_frequencies(config.rope, config.head_dim)
+    """`batch_scores` of every individual, vmapped over the factors alone, which divide `table` (None: the model's own)."""
+    own = model.config.rope_table(batch.tokens.shape[1]) if table is None else table
 
     def individual(factors: Array) -> tuple[Array, Array]:
-        table = RopeTable(scale_layers(inv_freq, factors, granularity), jnp.ones((), inv_freq.dtype))
-        return batch_scores(model, batch, table)
+        return batch_scores(model, batch, RopeTable(scale_layers(own.inv_freq, factors, granularity), own.attention_scaling))
 
     return jax.vmap(individual)(factors)
 
@@ -82,13 +85,15 @@ def population_mesh(devices: Sequence[Any] | None = None) -> Mesh:
 
 @partial(jax.jit, static_argnames=("granularity", "mesh"))
 def _sharded_scores(
-    model: Llama, batch: Batch, factors: Float[Array, "P ..."], granularity: Granularity, mesh: Mesh
+    model: Llama, batch: Batch, factors: Float[Array, "P ..."], table: RopeTable, granularity: Granularity, mesh: Mesh
 ) -> tuple[Bool[Array, "P B"], Float[Array, "P B"]]:
     everywhere, split = PartitionSpec(), PartitionSpec("population")
-    score = partial(population_scores, granularity=granularity)
-    return jax.shard_map(score, mesh=mesh, in_specs=(everywhere, everywhere, split), out_specs=split, check_vma=False)(
-        model, batch, factors
-    )
+
+    def score(model: Llama, batch: Batch, factors: Array, table: RopeTable) -> tuple[Array, Array]:
+        return population_scores(model, batch, factors, granularity, table)
+
+    specs = (everywhere, everywhere, split, everywhere)
+    return jax.shard_map(score, mesh=mesh, in_specs=specs, out_specs=split, check_vma=False)(model, batch, factors, table)
 
 
 class Scorer:
@@ -112,9 +117,12 @@ class Scorer:
         self.model = jax.device_put(model, self._replicated)
         self.num_prompts = len(prompts)
         rows = [(prompt.ids, answer) for prompt in prompts for answer in prompt.answers]
+        _check_ids(model, [ids + answer for ids, answer in rows])
         self._prompt_of_row = np.repeat(np.arange(len(prompts)), [len(prompt.answers) for prompt in prompts])
         self.answer_tokens = np.array([min(len(answer) for answer in prompt.answers) for prompt in prompts])
-        longest = round_up(max(len(ids) + len(answer) for ids, answer in rows))
+        longest = max(len(ids) + len(answer) for ids, answer in rows)
+        self._table = jax.device_put(self.model.config.rope_table(longest), self._replicated)
+        longest = round_up(longest)
         at_once = _tokens_at_once(model, longest, max(len(answer) for _, answer in rows))
         if batch_size is None:
             batches = math.ceil(len(rows) * longest / at_once)
@@ -154,7 +162,7 @@ class Scorer:
             done = []
             for _, batch in self._batches:
                 self._shapes.add((batch.tokens.shape, batch.answers.shape, padded.shape, granularity))
-                done.append(_sharded_scores(self.model, batch, padded, granularity, self.mesh))
+                done.append(_sharded_scores(self.model, batch, padded, self._table, granularity, self.mesh))
             seen: set[int] = set()  # the admitted answers of a prompt may stand in two batches
             for (at, _), scores in zip(self._batches, done, strict=True):
                 batch_correct, batch_likelihood = (np.asarray(values)[: len(individuals), : len(at)] for values in scores)
@@ -187,10 +195,11 @@ def generate_ids(
     on_prompts: Callable[[int], None] = lambda count: None,
 ) -> list[list[int]]:
     """Greedy continuations of token ids, each cut before the first id of `stop`, in the order of the prompts."""
-    config = model.config
+    _check_ids(model, prompts)
     scaled = None if factors is None else jnp.asarray(factors, jnp.float32)
-    table = rope_table(config.rope, config.head_dim, config.num_layers, scaled, granularity)
-    longest = round_up(max(len(ids) for ids in prompts))
+    longest = max(len(ids) for ids in prompts)
+    table = model.config.rope_table(longest + max_new_tokens, scaled, granularity)
+    longest = round_up(longest)
     batch_size = batch_size or max(1, min(len(prompts), _tokens_at_once(model, longest + max_new_tokens, 1) // longest))
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     outputs: list[list[int]] = [[] for _ in prompts]
@@ -236,6 +245,16 @@ def _batches(rows: list[tuple[list[int], list[int]]], batch_size: int) -> list[t
             )
         )
     return batches
+
+
+def _check_ids(model: Llama, sequences: Sequence[Sequence[int]]) -> None:
+    # Looking up a row that is not there gives another one, without an error.
+    highest = max(map(max, sequences))
+    if highest >= model.config.vocab_size:
+        raise UserError(
+            f"the tokenizer gives the id {highest}, but the model's embedding has {model.config.vocab_size} rows; "
+            "is it the tokenizer of this model?"
+        )
 
 
 def _padded(sequences: list[list[int]], length: int) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B"]]:

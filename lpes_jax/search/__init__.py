@@ -11,11 +11,13 @@ from lpes_jax.curves import bezier_outline
 from lpes_jax.evaluation import BASELINE, PLAIN, results_record, rows, write_samples
 from lpes_jax.factors import write_json
 from lpes_jax.models.llama import load
+from lpes_jax.models.llama.chat import make_chat
 from lpes_jax.report.plots import factors_by_layer, u_curve
 from lpes_jax.report.tables import console, markdown, position_table
 from lpes_jax.search.loop import SearchResult, search
 from lpes_jax.search.settings import SearchSettings, as_record, check, preset
 from lpes_jax.tasks import make_task
+from lpes_jax.tasks.chat import ChatTask
 
 __all__ = ["SearchResult", "SearchSettings", "preset", "run_search"]
 
@@ -35,9 +37,20 @@ def run_search(settings: SearchSettings) -> SearchResult:
         answer_opener=settings.answer_opener,
     )
     loaded = load(settings.model, settings.dtype)
-    result = search(settings, loaded.model, loaded.tokenizer, task, loaded.identity)
+    chat = make_chat(
+        loaded.tokenizer,
+        apply_chat_template=settings.apply_chat_template,
+        prompt_form=settings.prompt_form,
+        system_prompt=settings.system_prompt,
+    )
+    if chat is not None:
+        task = ChatTask(task, chat.render)
+    identity = loaded.identity | {"chat": chat and chat.record}
+    result = search(settings, loaded.model, loaded.tokenizer, task, identity)
     folder = settings.output_path
-    evaluation = results_record(task, result.outcomes, result.places, as_record(settings), started)
+    evaluation = results_record(
+        task, result.outcomes, result.places, as_record(settings) | {"model_identity": identity}, started
+    )
     factors = replace(result.factors, evaluation=evaluation["methods"])
     factors.save(folder / "factors.json")
     write_samples(folder / "samples.jsonl", result.outcomes)
@@ -70,6 +83,7 @@ def _report(result: SearchResult, settings: SearchSettings, folder: Path, model:
         result.control_points if settings.curve not in ("free", "authors") else None,
         np.asarray(bezier_outline(jnp.asarray(result.control_points, jnp.float32))) if bezier else None,
         f"{model}: factor by layer",
+        layers=tuple(result.factors.curve["layers"]) if result.factors.curve else None,
     )
     (folder / "results.md").write_text(markdown(table_rows, positions) + "\n", encoding="utf-8")
     out = console()

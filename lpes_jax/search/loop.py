@@ -5,7 +5,7 @@ accuracy (section 3.2), or of their mean answer log-likelihood. Individuals with
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import gcd, lcm
@@ -25,7 +25,7 @@ from lpes_jax.report.progress import SearchProgress
 from lpes_jax.scoring import Scorer
 from lpes_jax.search.genetic import CROSSOVER, FAILED_CROSSOVER, INITIAL, MUTATION, Lineage, PaperGA
 from lpes_jax.search.run_folder import RunFolder
-from lpes_jax.search.settings import SearchSettings, as_record, genetic_settings
+from lpes_jax.search.settings import SearchSettings, as_record, genetic_settings, scaled_layers
 from lpes_jax.tasks import prompts as task_prompts
 from lpes_jax.tasks.prompts import Task
 
@@ -52,7 +52,8 @@ def search(settings: SearchSettings, model: Llama, tokenizer: Any, task: Task, i
     """
     started = time.time()
     config = model.config
-    ga = PaperGA(genetic_settings(settings, config.num_layers))
+    layers = scaled_layers(settings, config.num_layers)
+    ga = PaperGA(genetic_settings(settings, len(layers)))
     places = slots_of(task, settings.positions)
     search_places = slots_of(task, SEARCH_POSITIONS)
     examples = task.examples("search", settings.limit, settings.seed)
@@ -75,7 +76,7 @@ def search(settings: SearchSettings, model: Llama, tokenizer: Any, task: Task, i
     individuals = size + settings.generations * offspring + settings.uniform_candidates
     total = individuals * scorer.num_prompts + _HELD_OUT * len(held_out) * len(places)
     with SearchProgress(total) as progress:
-        fitness = _Fitness(settings, scorer, ga, folder, progress)
+        fitness = _Fitness(settings, scorer, ga, factors_of_points(settings, config.num_layers), folder, progress)
         _run(ga, settings, fitness)
         progress.note("tuning one uniform factor on the same examples")
         uniform = _tuned_uniform(settings, fitness, folder.path / "uniform.json", config.num_layers)
@@ -84,7 +85,7 @@ def search(settings: SearchSettings, model: Llama, tokenizer: Any, task: Task, i
         found = LayerFactors(
             np.array(best["factors"]),
             model=identity,
-            curve={"type": settings.curve, "control_points": best["control_points"]},
+            curve={"type": settings.curve, "control_points": best["control_points"], "layers": [layers[0], layers[-1]]},
             rope=config.rope.to_hf(),
             search={
                 **as_record(settings),
@@ -119,6 +120,16 @@ def search(settings: SearchSettings, model: Llama, tokenizer: Any, task: Task, i
     return SearchResult(found, outcomes, np.array(best["control_points"]), places)
 
 
+def factors_of_points(settings: SearchSettings, num_layers: int) -> Callable[[Float[Array, "P C 2"]], Float[Array, "P L"]]:
+    """The compiled map from control points to the factors of all layers: 1 where `--layers` leaves a layer out."""
+    layers, curve = scaled_layers(settings, num_layers), CURVES[settings.curve]
+
+    def factors(points: Float[Array, "C 2"]) -> Float[Array, "L"]:
+        return jnp.ones(num_layers, points.dtype).at[layers.start : layers.stop].set(curve(points, len(layers)))
+
+    return jax.jit(jax.vmap(factors))
+
+
 def _run(ga: PaperGA, settings: SearchSettings, fitness: "_Fitness") -> None:
     """Algorithm 1, by evosax's init, ask and tell. Keys: one for the start, one for each generation's ask and tell."""
     key = jax.random.key(settings.seed)
@@ -134,13 +145,20 @@ def _run(ga: PaperGA, settings: SearchSettings, fitness: "_Fitness") -> None:
 class _Fitness:
     """Scores generations and keeps the history: `records` are the lines of history.jsonl."""
 
-    def __init__(self, settings: SearchSettings, scorer: Scorer, ga: PaperGA, folder: RunFolder, progress: SearchProgress):
+    def __init__(
+        self,
+        settings: SearchSettings,
+        scorer: Scorer,
+        ga: PaperGA,
+        factors_of: Callable[[Float[Array, "P C 2"]], Float[Array, "P L"]],
+        folder: RunFolder,
+        progress: SearchProgress,
+    ):
         self.settings, self.scorer, self.ga, self.folder, self.progress = settings, scorer, ga, folder, progress
         self.records: list[dict[str, Any]] = []
         self.evaluations = 0  # individuals that the model scored: those whose factors had not been seen
         self._seen: dict[bytes, dict[str, Any]] = {}
-        num_layers, curve = ga.settings.num_layers, CURVES[settings.curve]
-        self._factors_of = jax.jit(jax.vmap(lambda points: curve(points, num_layers)))
+        self._factors_of = factors_of
 
     @property
     def best(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal, Protocol, TypeVar, runtime_checkable
 from lpes_jax.errors import UserError
 
 Split = Literal["search", "test", "all"]
+Tokenizer = Callable[[list[str]], Mapping[str, Any]]  # as transformers' are: texts -> {"input_ids": a list of ids for each}
 Example = TypeVar("Example")  # whatever a task makes of one question; only the task itself looks inside
 
 
@@ -87,8 +88,8 @@ def position(slot: int, num_items: int) -> int:
     return round(100 * slot / max(num_items - 1, 1))
 
 
-def encode(prompts: Sequence[Prompt], tokenizer: Callable[[list[str]], Mapping[str, Any]], window: int) -> list[EncodedPrompt]:
-    """Token ids under the tokenizer's own BOS policy. Text and answer are tokenised together, as one string.
+def encode(prompts: Sequence[Prompt], tokenizer: Tokenizer, window: int) -> list[EncodedPrompt]:
+    """Token ids under the tokenizer's own BOS policy, never with a second BOS. Text and answer are tokenised as one string.
 
     tokenizer: a transformers tokenizer, or any callable `list of strings -> {"input_ids": list of id lists}`.
     window: the most tokens the model takes, prompt and answer together.
@@ -100,8 +101,8 @@ def encode(prompts: Sequence[Prompt], tokenizer: Callable[[list[str]], Mapping[s
     joint_texts = [prompt.text + answer for prompt in prompts for answer in prompt.answers]
     if not joint_texts:
         return []
-    text_ids = tokenizer([prompt.text for prompt in prompts])["input_ids"]
-    joint_ids = iter(tokenizer(joint_texts)["input_ids"])
+    text_ids = token_ids(tokenizer, [prompt.text for prompt in prompts])
+    joint_ids = iter(token_ids(tokenizer, joint_texts))
     encoded = []
     for prompt, ids in zip(prompts, text_ids, strict=True):
         joints = [next(joint_ids) for _ in prompt.answers]
@@ -119,3 +120,9 @@ def encode(prompts: Sequence[Prompt], tokenizer: Callable[[list[str]], Mapping[s
             "use fewer items a prompt (--num-pairs)"
         )
     return encoded
+
+
+def token_ids(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
+    """The ids of each text as the tokenizer gives them. Where it puts a BOS before one that a chat template wrote, one goes."""
+    bos = getattr(tokenizer, "bos_token_id", None)
+    return [ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids for ids in tokenizer(texts)["input_ids"]]

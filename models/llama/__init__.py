@@ -20,11 +20,15 @@ __all__ = ["Llama", "LlamaConfig", "Loaded", "load", "load_model", "load_tokeniz
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model with its tokenizer, and how records name it: name, num_layers, sha256 (of the weight files), dtype."""
+    """A model with its tokenizer, the ids that end a text, and how records name it: name, num_layers, sha256, dtype.
+
+    sha256 is that of the weight files.
+    """
 
     model: Llama
     tokenizer: "transformers.PreTrainedTokenizerFast"
     identity: dict[str, Any]
+    stop_ids: list[int]
 
 
 def load(name_or_path: str, dtype: str = "auto") -> Loaded:
@@ -32,7 +36,7 @@ def load(name_or_path: str, dtype: str = "auto") -> Loaded:
     import jax
 
     from lpes_jax.models.llama.checkpoint import load_llama, open_checkpoint
-    from lpes_jax.models.llama.tokenizer import load_tokenizer
+    from lpes_jax.models.llama.tokenizer import load_tokenizer, stop_ids
     from lpes_jax.models.zoo import resolve
 
     if dtype == "auto":
@@ -46,7 +50,7 @@ def load(name_or_path: str, dtype: str = "auto") -> Loaded:
         "sha256": checkpoint.sha256(),
         "dtype": dtype,
     }
-    return Loaded(load_llama(checkpoint, dtype), tokenizer, identity)
+    return Loaded(load_llama(checkpoint, dtype), tokenizer, identity, stop_ids(path, tokenizer))
 
 
 def load_model(name_or_path: str, dtype: str = "bfloat16") -> Llama:

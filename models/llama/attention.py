@@ -1,5 +1,7 @@
 """Causal self-attention over right-padded prompts, and attention of one new token over a cache.
 
+A sliding window of w lets a query see the last w keys up to its own position, itself among them, as transformers counts.
+
 Letters: B batch, T queries, S cached keys, H heads, K key-value heads (G = H / K heads share one), D head dim.
 """
 
@@ -8,6 +10,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 _BLOCK = 128  # queries a step on the CPU; 64 to 256 measured within noise of each other
@@ -16,36 +19,52 @@ _LOGITS_AT_ONCE = 64 * 2**20  # bytes of attention logits that the blocked path 
 
 
 def causal_attention(
-    q: Float[Array, "B T H D"], k: Float[Array, "B T K D"], v: Float[Array, "B T K D"]
+    q: Float[Array, "B T H D"], k: Float[Array, "B T K D"], v: Float[Array, "B T K D"], window: int | None = None
 ) -> Float[Array, "B T H D"]:
     """softmax(q k^T / sqrt(D)) v, each query over the keys up to its own position. Padding on the right needs no mask.
 
     cuDNN's fused kernel where the default device is a GPU and the dtype has 16 bits; elsewhere an exact blocked softmax.
     """
-    sixteen_bit = q.dtype in (jnp.bfloat16, jnp.float16)
-    if jax.default_backend() == "gpu" and sixteen_bit and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256:
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
-    return blocked_attention(q, k, v)
+    if window is not None and window >= q.shape[1]:
+        window = None
+    if runs_on_cudnn(q.shape[-1], q.dtype):
+        local = None if window is None else (window - 1, 0)  # keys on either side of the query's own
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=local, implementation="cudnn")
+    return blocked_attention(q, k, v, window=window)
+
+
+def runs_on_cudnn(head_dim: int, dtype: DTypeLike) -> bool:
+    """Whether `causal_attention` takes cuDNN's kernel on the default device."""
+    sixteen_bit = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
+    return jax.default_backend() == "gpu" and sixteen_bit and head_dim % 8 == 0 and head_dim <= 256
 
 
 def blocked_attention(
-    q: Float[Array, "B T H D"], k: Float[Array, "B T K D"], v: Float[Array, "B T K D"], block: int = _BLOCK
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "B T K D"],
+    v: Float[Array, "B T K D"],
+    block: int = _BLOCK,
+    window: int | None = None,
 ) -> Float[Array, "B T H D"]:
     """Exact causal attention, a block of queries at a time, a few rows at a time.
 
-    The blocks of one of at most `_SPANS` spans meet the keys up to the span's end: nearly half of the full product is never
-    computed. They go one after the other, so that the logits of all rows, heads and queries are never in memory together, as
-    they would be if all blocks were unrolled: XLA runs at once what does not depend on each other.
+    The blocks of one of at most `_SPANS` spans meet the keys up to the span's end, and from the first that a window leaves in
+    sight: nearly half of the full product is never computed. They go one after the other, so that the logits of all rows,
+    heads and queries are never in memory together, as they would be if all blocks were unrolled: XLA runs at once what does
+    not depend on each other.
     """
     batch, length, heads, head_dim = q.shape
     groups = heads // k.shape[2]
     span = block * -(-length // (_SPANS * block))
     at_once = max(1, min(batch, _LOGITS_AT_ONCE // (4 * heads * min(block, length) * length)))
 
-    def attend(q_and_start: tuple[Array, Array | int], k: Array, v: Array) -> Array:
-        q, start = q_and_start  # [K, G, block, D], and the position of the first query
+    def attend(q_and_start: tuple[Array, Array | int], k: Array, v: Array, first: int) -> Array:
+        q, start = q_and_start  # [K, G, block, D], and the position of the first query; `first` is that of the first key
         logits = _einsum("kgtd,ksd->kgts", q, k) * (head_dim**-0.5)
-        seen = jnp.arange(k.shape[1])[None, :] <= start + jnp.arange(q.shape[2])[:, None]
+        keys, queries = first + jnp.arange(k.shape[1])[None, :], start + jnp.arange(q.shape[2])[:, None]
+        seen = keys <= queries
+        if window is not None:
+            seen &= keys > queries - window
         weights = _softmax(jnp.where(seen, logits, -jnp.inf), q.dtype)
         return _einsum("kgts,ksd->kgtd", weights, v).astype(q.dtype)
 
@@ -57,7 +76,8 @@ def blocked_attention(
         for start in range(0, length, span):
             end = min(start + span, length)
             rest = end - (end - start) % block
-            over_keys = partial(attend, k=k[:, :end], v=v[:, :end])
+            first = 0 if window is None else max(0, start - window + 1)
+            over_keys = partial(attend, k=k[:, first:end], v=v[:, first:end], first=first)
             if start < rest:
                 blocks = jnp.moveaxis(q[:, :, start:rest].reshape(*q.shape[:2], -1, block, head_dim), 2, 0)
                 attended = jax.lax.map(over_keys, (blocks, jnp.arange(start, rest, block)))
@@ -70,13 +90,20 @@ def blocked_attention(
 
 
 def cached_attention(
-    q: Float[Array, "B 1 H D"], k: Float[Array, "B S K D"], v: Float[Array, "B S K D"], lengths: Int[Array, "B"]
+    q: Float[Array, "B 1 H D"],
+    k: Float[Array, "B S K D"],
+    v: Float[Array, "B S K D"],
+    lengths: Int[Array, "B"],
+    window: Int[Array, ""] | int | None = None,
 ) -> Float[Array, "B 1 H D"]:
-    """Attention of one new token a row over the first `lengths` entries of its cache."""
+    """Attention of one new token a row over the first `lengths` entries of its cache, or the last `window` of those."""
     batch, _, heads, head_dim = q.shape
     q = q.reshape(batch, k.shape[2], heads // k.shape[2], head_dim)
     logits = _einsum("bkgd,bskd->bkgs", q, k) * (head_dim**-0.5)
-    seen = jnp.arange(k.shape[1])[None, :] < lengths[:, None]
+    entries = jnp.arange(k.shape[1])[None, :]
+    seen = entries < lengths[:, None]
+    if window is not None:
+        seen &= entries >= lengths[:, None] - window
     weights = _softmax(jnp.where(seen[:, None, None, :], logits, -jnp.inf), q.dtype)
     return _einsum("bkgs,bskd->bkgd", weights, v).astype(q.dtype).reshape(batch, 1, heads, head_dim)
 

@@ -7,6 +7,8 @@
 Loading fills one stacked leaf after the other, tensor by tensor, in the target dtype: the peak is the loaded model, one more
 leaf and one or two tensors. A checkpoint is loaded wholly or refused: tensors that are missing, unknown or of another shape are
 listed in one error before anything large is allocated. Pickle files are never opened.
+
+Folders and GGUF files meet in `Checkpoint`: a `LlamaConfig` and tensors under their Hugging Face names.
 """
 
 import hashlib
@@ -14,6 +16,7 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +32,8 @@ from safetensors.numpy import save_file
 
 from lpes_jax.errors import UserError
 from lpes_jax.models.llama.config import LlamaConfig
-from lpes_jax.models.llama.gguf import TENSOR_NAMES, GgufFile, llama_config, unpermute
+from lpes_jax.models.llama.gguf import ALL, GgufFile
+from lpes_jax.models.llama.gguf_model import hf_names, llama_config, read_hf
 from lpes_jax.models.llama.model import Llama
 
 # Leaf of `Llama` -> its Hugging Face tensor ({} the layer, stacked on the first axis), and whether that is transposed:
@@ -45,12 +49,29 @@ RULES: dict[tuple[Any, ...], tuple[str, bool]] = {
     ("layers", "gate"): ("model.layers.{}.mlp.gate_proj.weight", True),
     ("layers", "up"): ("model.layers.{}.mlp.up_proj.weight", True),
     ("layers", "down"): ("model.layers.{}.mlp.down_proj.weight", True),
+    ("layers", "query_bias"): ("model.layers.{}.self_attn.q_proj.bias", False),
+    ("layers", "key_bias"): ("model.layers.{}.self_attn.k_proj.bias", False),
+    ("layers", "value_bias"): ("model.layers.{}.self_attn.v_proj.bias", False),
+    ("layers", "output_bias"): ("model.layers.{}.self_attn.o_proj.bias", False),
+    ("layers", "gate_bias"): ("model.layers.{}.mlp.gate_proj.bias", False),
+    ("layers", "up_bias"): ("model.layers.{}.mlp.up_proj.bias", False),
+    ("layers", "down_bias"): ("model.layers.{}.mlp.down_proj.bias", False),
+    ("layers", "query_norm"): ("model.layers.{}.self_attn.q_norm.weight", False),
+    ("layers", "key_norm"): ("model.layers.{}.self_attn.k_norm.weight", False),
     ("norm",): ("model.norm.weight", False),
     ("head",): ("lm_head.weight", True),
 }
 
+# Where the config says fused (Phi-3), these leaves are parts of one tensor, one below the other.
+FUSED = {
+    "model.layers.{}.self_attn.qkv_proj.weight": [("layers", "query"), ("layers", "key"), ("layers", "value")],
+    "model.layers.{}.mlp.gate_up_proj.weight": [("layers", "gate"), ("layers", "up")],
+}
+_HEAD, _EMBEDDING = RULES[("head",)][0], RULES[("embed",)][0]
+
 DTYPES = ("bfloat16", "float16", "float32")
 _SAFETENSORS_DTYPES = ("BF16", "F16", "F32", "F64")
+_ROWS = 64
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -69,8 +90,8 @@ class Checkpoint(ABC):
         """In torch order, [out, in]."""
 
     @abstractmethod
-    def read(self, name: str) -> Shaped[np.ndarray, "*shape"]:
-        """One tensor in torch order and a floating dtype (bfloat16 that of ml_dtypes)."""
+    def read(self, name: str, rows: slice = ALL) -> Shaped[np.ndarray, "*shape"]:
+        """One tensor, or some of its rows, in torch order and a floating dtype (bfloat16 that of ml_dtypes)."""
 
     @abstractmethod
     def weight_files(self) -> list[Path]:
@@ -123,10 +144,10 @@ class SafetensorsCheckpoint(Checkpoint):
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]
 
-    def read(self, name: str) -> Shaped[np.ndarray, "*shape"]:
+    def read(self, name: str, rows: slice = ALL) -> Shaped[np.ndarray, "*shape"]:
         # Opened for each tensor: the file is mapped, and pages once touched stay resident until it is closed.
         with _open_safetensors(self._files[name]) as file:
-            return file.get_tensor(name)
+            return file.get_tensor(name) if rows == ALL else file.get_slice(name)[rows]
 
     def weight_files(self) -> list[Path]:
         return sorted(set(self._files.values()))
@@ -134,6 +155,8 @@ class SafetensorsCheckpoint(Checkpoint):
     def _scan(self, path: Path) -> set[str]:
         with _open_safetensors(path) as file:
             names = set(file.keys())
+            if twice := sorted(names & self._files.keys()):
+                raise UserError(f"{path}: also in {self._files[twice[0]].name}: {_few(twice)}; fetch the folder again")
             for name in names:
                 self._files[name] = path
                 header = file.get_slice(name)
@@ -157,18 +180,13 @@ class SafetensorsCheckpoint(Checkpoint):
 
 
 class GgufCheckpoint(Checkpoint):
-    """A .gguf file of the architecture `llama`, dequantised to float32 as it is read."""
+    """A .gguf file, dequantised to float32 as it is read."""
 
     def __init__(self, path: Path):
         self.path = path
         self._gguf = GgufFile.open(path)
         self.config = llama_config(self._gguf)
-        to_hf = {}
-        for hf, gguf in TENSOR_NAMES.items():
-            for layer in range(min(self.config.num_layers, len(self._gguf.tensors))) if "{}" in hf else [0]:
-                to_hf[gguf.format(layer)] = hf.format(layer)
-        # What has no Hugging Face name keeps its own: loading refuses it as unknown.
-        self._names = {to_hf.get(name, name): name for name in self._gguf.tensors}
+        self._names = hf_names(self._gguf)
 
     def names(self) -> set[str]:
         return set(self._names)
@@ -176,13 +194,8 @@ class GgufCheckpoint(Checkpoint):
     def shape(self, name: str) -> tuple[int, ...]:
         return self._gguf.tensors[self._names[name]].shape
 
-    def read(self, name: str) -> Shaped[np.ndarray, "*shape"]:
-        weights = self._gguf.read(self._names[name])
-        if name.endswith("q_proj.weight"):
-            return unpermute(weights, self.config.num_heads)
-        if name.endswith("k_proj.weight"):
-            return unpermute(weights, self.config.num_kv_heads)
-        return weights
+    def read(self, name: str, rows: slice = ALL) -> Shaped[np.ndarray, "*shape"]:
+        return read_hf(self._gguf, name, self._names[name], self.config, rows)
 
     def weight_files(self) -> list[Path]:
         return [self.path]
@@ -202,9 +215,10 @@ def load_llama(checkpoint: Checkpoint, dtype: DTypeLike) -> Llama:
     layers, found = checkpoint.config.num_layers, len(checkpoint.names())
     if layers > found:  # before anything loops over the layers that a damaged config may name
         raise UserError(f"{checkpoint.path}: the config says {layers:,} layers, but the files hold only {found:,} tensors")
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: Llama(checkpoint.config, rngs=nnx.Rngs(0), dtype=dtype)))
-    leaves = list(nnx.to_flat_state(state))
+    graphdef, leaves = _leaves(checkpoint.config, dtype)
     _check_tensors(checkpoint, leaves)
+    if checkpoint.config.tie_word_embeddings and _HEAD in checkpoint.names() and not _head_is_embedding(checkpoint):
+        graphdef, leaves = _leaves(replace(checkpoint.config, tie_word_embeddings=False), dtype)
     loaded = [(path, leaf.replace(_read_leaf(checkpoint, path, leaf.shape, dtype))) for path, leaf in leaves]
     return nnx.merge(graphdef, nnx.from_flat_state(loaded))
 
@@ -215,11 +229,12 @@ def save_llama(model: Llama, folder: Path) -> None:
     Holds one copy of the weights on the host.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {}
+    tensors: dict[str, np.ndarray] = {}
     for path, leaf in nnx.to_flat_state(nnx.split(model)[1]):
-        for name, part, _ in _tensors_of(path, leaf.shape):
-            array = np.asarray(leaf[part])
-            tensors[name] = np.ascontiguousarray(array.T if RULES[path][1] else array)
+        for name, index, rows, shape in _tensors_of(path, leaf.shape, model.config):
+            array = np.asarray(leaf[index])
+            whole = tensors.setdefault(name, np.empty(shape, array.dtype))
+            whole[rows] = array.T if RULES[path][1] else array
     weights, config = folder / "model.safetensors.tmp", folder / "config.json.tmp"
     save_file(tensors, weights, metadata={"format": "pt"})
     config.write_text(json.dumps(model.config.to_hf() | {"dtype": model.embed[...].dtype.name}, indent=2) + "\n")
@@ -227,12 +242,22 @@ def save_llama(model: Llama, folder: Path) -> None:
         os.replace(file, file.with_suffix(""))
 
 
+def _leaves(config: LlamaConfig, dtype: np.dtype) -> tuple[nnx.GraphDef[Llama], list[tuple[tuple[Any, ...], Any]]]:
+    """The model without memory for its weights, and these by their paths."""
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0), dtype=dtype)))
+    return graphdef, list(nnx.to_flat_state(state))
+
+
 def _check_tensors(checkpoint: Checkpoint, leaves: Iterable[tuple[tuple[Any, ...], Any]]) -> None:
     """Raise one UserError for all tensors that are missing, unknown or of another shape."""
-    wanted = {name: shape for path, leaf in leaves for name, _, shape in _tensors_of(path, leaf.shape)}
+    config = checkpoint.config
+    wanted = {name: shape for path, leaf in leaves for name, _, _, shape in _tensors_of(path, leaf.shape, config)}
     names = checkpoint.names()
     missing = sorted(wanted.keys() - names)
-    unknown = sorted(name for name in names - wanted.keys() if not _can_be_ignored(name, checkpoint.config))
+    if config.tie_word_embeddings and _HEAD in names:
+        wanted[_HEAD] = wanted[_EMBEDDING]
+    # Old files keep the RoPE frequencies, which follow from the config.
+    unknown = sorted(name for name in names - wanted.keys() if not name.endswith(".rotary_emb.inv_freq"))
     misshaped = sorted(
         f"{name} is {list(checkpoint.shape(name))}, wanted {list(shape)}"
         for name, shape in wanted.items()
@@ -243,24 +268,43 @@ def _check_tensors(checkpoint: Checkpoint, leaves: Iterable[tuple[tuple[Any, ...
         raise UserError(f"{checkpoint.path}: the tensors do not fit the model: {'; '.join(found)}")
 
 
-def _can_be_ignored(name: str, config: LlamaConfig) -> bool:
-    # Old files keep the RoPE frequencies, which follow from the config, and a tied head beside the embedding it equals.
-    return name.endswith(".rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings)
+def _head_is_embedding(checkpoint: Checkpoint) -> bool:
+    """Of a tied model that stores a head all the same. Where it differs, transformers goes by the file, not by the config."""
+    return bool(np.array_equal(checkpoint.read(_HEAD), checkpoint.read(_EMBEDDING)))
 
 
-def _tensors_of(path: tuple[Any, ...], shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    """The Hugging Face tensors of a leaf: name, index into the leaf, shape in torch order."""
-    name, transposed = RULES[path]
+def _tensors_of(
+    path: tuple[Any, ...], shape: tuple[int, ...], config: LlamaConfig
+) -> Iterator[tuple[str, tuple[int, ...], slice, tuple[int, ...]]]:
+    """The Hugging Face tensors of a leaf: name, index into the leaf, rows of the tensor, its whole shape in torch order."""
+    (name, transposed), rows = RULES[path], ALL
+    part = shape[1:] if "{}" in name else shape
+    tensor = part[::-1] if transposed else part
+    for fused, parts in FUSED.items() if config.fused else ():
+        if path in parts:
+            heights = [_height(part, config) for part in parts]
+            at = parts.index(path)
+            rows = slice(sum(heights[:at]), sum(heights[: at + 1]))
+            name, tensor = fused, (sum(heights), *tensor[1:])
     for index in [(layer,) for layer in range(shape[0])] if "{}" in name else [()]:
-        part = shape[len(index) :]
-        yield name.format(*index), index, part[::-1] if transposed else part
+        yield name.format(*index), index, rows, tensor
+
+
+def _height(path: tuple[Any, ...], config: LlamaConfig) -> int:
+    """Rows of a part of a fused tensor."""
+    heads = {"query": config.num_heads, "key": config.num_kv_heads, "value": config.num_kv_heads}
+    return heads[path[1]] * config.head_dim if path[1] in heads else config.intermediate_size
 
 
 def _read_leaf(checkpoint: Checkpoint, path: tuple[Any, ...], shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
     buffer = np.empty(shape, dtype)
-    for name, index, _ in _tensors_of(path, shape):
-        tensor = checkpoint.read(name)
-        buffer[index] = tensor.T if RULES[path][1] else tensor
+    for name, index, rows, _ in _tensors_of(path, shape, checkpoint.config):
+        tensor = checkpoint.read(name, rows)
+        if not RULES[path][1]:
+            buffer[index] = tensor
+            continue
+        for at in range(0, len(tensor), _ROWS):  # blocks that stay in the cache: several times as fast as all at once
+            buffer[index][:, at : at + _ROWS] = tensor[at : at + _ROWS].astype(dtype).T
     return jax.device_put(buffer).block_until_ready()  # waits, so that no two buffers are alive at once
 
 

@@ -34,6 +34,7 @@ def greedy(
     keys, values = jnp.pad(keys, room), jnp.pad(values, room)
     first = jnp.argmax(output_logits(model, last)[:, 0], axis=-1).astype(tokens.dtype)
     new = jnp.zeros((batch, max_new_tokens), tokens.dtype).at[:, 0].set(first)
+    windows = jnp.asarray(model.config.windows(length + max_new_tokens))
     rows = jnp.arange(batch)
 
     def stopped(token: Int[Array, "B"]) -> Bool[Array, "B"]:
@@ -48,20 +49,20 @@ def greedy(
         token = new[:, step - 1]
         at = lengths + step - 1  # the position of `token`, a row its own
 
-        def layer(x: Array, inputs: tuple[Layers, Array, Array, Array]) -> tuple[Array, tuple[Array, Array]]:
-            layer, inv_freq, layer_keys, layer_values = inputs
+        def layer(x: Array, inputs: tuple[Layers, Array, Array, Array, Array]) -> tuple[Array, tuple[Array, Array]]:
+            layer, inv_freq, window, layer_keys, layer_values = inputs
             cache = {}
 
             def attend(q: Array, k: Array, v: Array) -> Array:
                 cache["keys"] = layer_keys.at[rows, at].set(k[:, 0])
                 cache["values"] = layer_values.at[rows, at].set(v[:, 0])
-                return cached_attention(q, cache["keys"], cache["values"], at + 1)
+                return cached_attention(q, cache["keys"], cache["values"], at + 1, window)
 
             x, _ = decoder_layer(model.config, layer, inv_freq, table.attention_scaling, x, at[:, None], attend)
             return x, (cache["keys"], cache["values"])
 
         x = model.embed[...][token][:, None]
-        x, (keys, values) = jax.lax.scan(layer, x, (model.layers, table.inv_freq, keys, values))
+        x, (keys, values) = jax.lax.scan(layer, x, (model.layers, table.inv_freq, windows, keys, values))
         x = rms_norm(x, model.norm[...], model.config.rms_norm_eps)
         following = jnp.argmax(output_logits(model, x)[:, 0], axis=-1).astype(tokens.dtype)
         following = jnp.where(done, token, following)

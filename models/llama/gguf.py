@@ -1,7 +1,7 @@
-"""GGUF files of llama.cpp: a bounded reader of versions 2 and 3, and what a Llama in one looks like to Hugging Face.
+"""GGUF files of llama.cpp: a bounded reader of versions 2 and 3. What is in them for Hugging Face: `gguf_model.py`.
 
     gguf = GgufFile.open(Path("model.gguf"))
-    config = llama_config(gguf)
+    heads = gguf.metadata["llama.attention.head_count"]
     weights = gguf.read("blk.0.attn_q.weight")  # float32 [out, in], dequantised
 
 A GGUF file is a header (counts, key-value pairs, one line a tensor) and then the tensors, each on a multiple of the alignment.
@@ -12,8 +12,6 @@ resident memory of its whole size.
 
 import math
 import struct
-import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,41 +23,15 @@ from gguf.quants import dequantize
 from jaxtyping import Float
 
 from lpes_jax.errors import UserError
-from lpes_jax.models.llama.config import LlamaConfig
-from lpes_jax.rope import RopeParameters
-
-SUPPORTED_ARCHITECTURES = ("llama",)
-
-# A Hugging Face tensor name and its GGUF name, {} the layer.
-TENSOR_NAMES = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-    "model.layers.{}.input_layernorm.weight": "blk.{}.attn_norm.weight",
-    "model.layers.{}.self_attn.q_proj.weight": "blk.{}.attn_q.weight",
-    "model.layers.{}.self_attn.k_proj.weight": "blk.{}.attn_k.weight",
-    "model.layers.{}.self_attn.v_proj.weight": "blk.{}.attn_v.weight",
-    "model.layers.{}.self_attn.o_proj.weight": "blk.{}.attn_output.weight",
-    "model.layers.{}.post_attention_layernorm.weight": "blk.{}.ffn_norm.weight",
-    "model.layers.{}.mlp.gate_proj.weight": "blk.{}.ffn_gate.weight",
-    "model.layers.{}.mlp.up_proj.weight": "blk.{}.ffn_up.weight",
-    "model.layers.{}.mlp.down_proj.weight": "blk.{}.ffn_down.weight",
-}
-
-# Keys (below `llama.`) that change the computation, with the value that this port implements.
-_IMPLEMENTED = {
-    "expert_count": 0, "expert_used_count": 0, "attention.causal": True, "attention.sliding_window": 0,
-    "attention.clamp_kqv": 0.0, "attention.max_alibi_bias": 0.0, "attention.scale": 0.0, "attn_logit_softcapping": 0.0,
-    "final_logit_softcapping": 0.0, "logit_scale": 0.0, "residual_scale": 0.0, "embedding_scale": 0.0,
-    "use_parallel_residual": False, "rope.scaling.attn_factor": 1.0,
-}  # fmt: skip
 
 # Value types: number -> numpy type. 8 is a string, 9 an array.
 _SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
 _STRING, _ARRAY = 8, 9
 # Far above any real file (262,144 tokens with 580,604 merges; 1,200 tensors): they bound what a damaged file can cost.
-_MAX_ELEMENTS, _MAX_ENTRIES, _MAX_STRING_BYTES = 2**21, 2**16, 2**24
-_CHUNK_BYTES = 2**22
+_MAX_ELEMENTS, _MAX_ENTRIES, _MAX_STRING_BYTES = 3 * 2**19, 2**16, 2**24
+_CHUNK_BYTES = 2**17  # unpacked at once: its temporaries are many times as large, and should stay in the cache
+
+ALL = slice(None)
 
 
 @dataclass(frozen=True)
@@ -90,22 +62,25 @@ class GgufFile:
         except OSError as error:
             raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
 
-    def read(self, name: str) -> Float[np.ndarray, "*shape"]:
-        """One tensor in float32. Holds that tensor and a few MiB."""
+    def read(self, name: str, rows: slice = ALL) -> Float[np.ndarray, "*shape"]:
+        """One tensor, or some of its rows, in float32. Holds what it gives and a few MiB."""
         info = self.tensors[name]
-        result = np.empty(info.shape, np.float32)
-        rows = result.reshape(-1, info.shape[-1])
-        row_bytes = info.nbytes // len(rows)
-        step = max(1, _CHUNK_BYTES // row_bytes)
+        first, last, _ = rows.indices(info.shape[0])
+        result = np.empty((last - first, *info.shape[1:]), np.float32)
+        values, row_bytes = result.reshape(-1), info.nbytes // info.shape[0]
+        block, block_bytes = GGML_QUANT_SIZES[info.type]
+        step = max(1, _CHUNK_BYTES // block_bytes) * block
         try:
             with open(self.path, "rb") as file:
-                file.seek(info.offset)
-                for start in range(0, len(rows), step):
-                    chunk = rows[start : start + step]
-                    data = file.read(len(chunk) * row_bytes)
-                    if len(data) < len(chunk) * row_bytes:
+                file.seek(info.offset + first * row_bytes)
+                for start in range(0, len(values), step):
+                    chunk = values[start : start + step]
+                    wanted = len(chunk) // block * block_bytes
+                    data = file.read(wanted)
+                    if len(data) < wanted:
                         raise UserError(f"{self.path}: tensor {name} ends early; the file has changed since it was opened")
-                    chunk[...] = dequantize(np.frombuffer(data, np.uint8).reshape(len(chunk), row_bytes), info.type)
+                    # As one row of many blocks: the package goes row by row, which takes it twice as long.
+                    chunk[...] = dequantize(np.frombuffer(data, np.uint8)[None], info.type)[0]
         except OSError as error:
             raise UserError(f"{self.path}: tensor {name} cannot be read: {error.strerror or error}") from error
         return result
@@ -243,76 +218,6 @@ class _Header:
             raise UserError(f"{self.path}: {what} has the unknown value type {kind}; the file is damaged or of a newer kind")
         dtype = np.dtype(_SCALARS[kind])
         return np.frombuffer(self.take(count * dtype.itemsize, what), dtype).tolist()
-
-
-def llama_config(gguf: GgufFile) -> LlamaConfig:
-    """The model that the metadata describe. Raises UserError for what the port does not run, naming the key."""
-    where, metadata = gguf.path, gguf.metadata
-    architecture = metadata.get("general.architecture")
-    if architecture not in SUPPORTED_ARCHITECTURES:
-        raise UserError(
-            f"{where}: general.architecture {architecture!r} is not supported; supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
-        )
-    for key, implemented in _IMPLEMENTED.items():
-        if (value := metadata.get(f"llama.{key}", implemented)) != implemented:
-            raise UserError(f"{where}: llama.{key}={value!r} is not supported (only {implemented!r})")
-    if "rope_freqs.weight" in gguf.tensors:
-        raise UserError(f"{where}: rope_freqs.weight (Llama 3.1 RoPE) is not supported; supported RoPE types: default, linear")
-    if "token_embd.weight" not in gguf.tensors:
-        raise UserError(f"{where}: tensor token_embd.weight is missing; is this a whole model?")
-
-    def number(key: str, kind: type = int, default: int | float | None = None) -> Any:
-        value = metadata.get(f"llama.{key}", default)
-        if value is None:
-            raise UserError(f"{where}: metadata key llama.{key} is missing; convert the model again")
-        if isinstance(value, bool) or not isinstance(value, (int, kind)):
-            raise UserError(f"{where}: llama.{key} must be one number for all layers, got {value!r:.60}")
-        # GGUF floats are float32: 9.999999747378752e-06 was written for 1e-05, which is what config.json says.
-        return kind(str(np.float32(value))) if kind is float else value
-
-    heads, hidden = number("attention.head_count"), number("embedding_length")
-    head_dim = number("attention.key_length", default=hidden // heads if heads > 0 else 0)
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if number(key, default=head_dim) != head_dim:
-            raise UserError(f"{where}: llama.{key}={number(key)} is not supported (only the head size, {head_dim})")
-    return LlamaConfig(
-        vocab_size=gguf.tensors["token_embd.weight"].shape[0],
-        hidden_size=hidden,
-        intermediate_size=number("feed_forward_length"),
-        num_layers=number("block_count"),
-        num_heads=heads,
-        num_kv_heads=number("attention.head_count_kv", default=heads),
-        head_dim=head_dim,
-        rms_norm_eps=number("attention.layer_norm_rms_epsilon", float),
-        max_position_embeddings=number("context_length", default=2048),
-        rope=_rope(gguf, number),
-        tie_word_embeddings="output.weight" not in gguf.tensors,
-    )
-
-
-def _rope(gguf: GgufFile, number: Callable[..., Any]) -> RopeParameters:
-    if "llama.rope.freq_base" not in gguf.metadata:
-        warnings.warn(f"{gguf.path}: no llama.rope.freq_base; taking 10000, the GGUF default", stacklevel=3)
-    theta = number("rope.freq_base", float, 10000.0)
-    # As llama.cpp reads them: a factor without a type is linear (`scale_linear` is its older name), a type without one is 1.
-    kind = gguf.metadata.get("llama.rope.scaling.type", "linear")
-    factor = number("rope.scaling.factor", float, 0.0) or number("rope.scale_linear", float, 0.0)
-    if kind not in ("none", "linear"):
-        raise UserError(f"{gguf.path}: llama.rope.scaling.type {kind!r} is not supported; supported: none, linear")
-    if kind == "none" or factor in (0.0, 1.0):
-        return RopeParameters(theta)
-    if not factor > 0:
-        raise UserError(f"{gguf.path}: llama.rope.scaling.factor must be above 0, got {factor}")
-    return RopeParameters(theta, "linear", factor)
-
-
-def unpermute(weights: Float[np.ndarray, "rows E"], num_heads: int) -> Float[np.ndarray, "rows E"]:
-    """Query or key rows in Hugging Face's half-split order from GGUF's interleaved one (Meta's), undoing llama.cpp's `permute`.
-
-    `num_heads` is H for queries and K for keys. With 8 rows a head, its rows come as 0 2 4 6 1 3 5 7.
-    """
-    rows, width = weights.shape
-    return weights.reshape(num_heads, rows // num_heads // 2, 2, width).swapaxes(1, 2).reshape(rows, width)
 
 
 def _align(position: int, alignment: int) -> int:

@@ -1,5 +1,7 @@
 """The Llama decoder in Flax NNX: stacked layers, scanned together with the rows of a RoPE table.
 
+One model for all families of `config.py`: biases, norms of queries and keys, and windows are there where the config says so.
+
 The module is a pytree (NNX tree mode): hand it to `jax.jit`, `jax.vmap` and `jax.grad` as an argument, and never close over it,
 or its weights become constants of the program. It knows nothing of positions: every call takes a `RopeTable`.
 
@@ -8,6 +10,7 @@ V vocabulary, G = 1 or K.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +46,19 @@ class Layers(nnx.Module):
         self.up = normal(c.hidden_size, c.intermediate_size)
         self.down = normal(c.intermediate_size, c.hidden_size)
 
+        def bias(there: bool, size: int) -> nnx.Param | None:
+            return nnx.Param(jnp.zeros((c.num_layers, size), dtype)) if there else None
+
+        self.query_bias = bias(c.qkv_bias, heads)
+        self.key_bias = bias(c.qkv_bias, kv)
+        self.value_bias = bias(c.qkv_bias, kv)
+        self.output_bias = bias(c.attention_bias, c.hidden_size)
+        self.gate_bias = bias(c.mlp_bias, c.intermediate_size)
+        self.up_bias = bias(c.mlp_bias, c.intermediate_size)
+        self.down_bias = bias(c.mlp_bias, c.hidden_size)
+        self.query_norm = nnx.Param(jnp.ones((c.num_layers, c.head_dim), dtype)) if c.qk_norm else None
+        self.key_norm = nnx.Param(jnp.ones((c.num_layers, c.head_dim), dtype)) if c.qk_norm else None
+
 
 class Llama(nnx.Module):
     """A Llama-architecture language model. `head` is None where the embedding is tied to the output."""
@@ -61,25 +77,42 @@ def hidden_states(model: Llama, tokens: Int[Array, "B T"], table: RopeTable, *, 
 
     `remat` recomputes each layer in the backward pass instead of keeping its activations.
     """
-    positions = jnp.arange(tokens.shape[1])
+    inputs, with_cache = _layers_of_a_prompt(model, tokens, table)
 
-    def layer(x: Array, layer_and_row: tuple[Layers, Array]) -> tuple[Array, None]:
-        x, _ = decoder_layer(model.config, *layer_and_row, table.attention_scaling, x, positions, causal_attention)
+    def layer(x: Array, inputs: tuple[Layers, Array, Array]) -> tuple[Array, None]:
+        x, _ = with_cache(x, inputs)
         return x, None
 
-    x, _ = jax.lax.scan(jax.checkpoint(layer) if remat else layer, model.embed[...][tokens], (model.layers, table.inv_freq))
+    x, _ = jax.lax.scan(jax.checkpoint(layer) if remat else layer, model.embed[...][tokens], inputs)
     return rms_norm(x, model.norm[...], model.config.rms_norm_eps)
 
 
 def prefill(model: Llama, tokens: Int[Array, "B T"], table: RopeTable) -> tuple[Float[Array, "B T E"], KeyValues]:
     """`hidden_states`, and the rotated keys and the values of every layer, `[L, B, T, K, D]` each."""
-    positions = jnp.arange(tokens.shape[1])
-
-    def layer(x: Array, layer_and_row: tuple[Layers, Array]) -> tuple[Array, KeyValues]:
-        return decoder_layer(model.config, *layer_and_row, table.attention_scaling, x, positions, causal_attention)
-
-    x, cache = jax.lax.scan(layer, model.embed[...][tokens], (model.layers, table.inv_freq))
+    inputs, layer = _layers_of_a_prompt(model, tokens, table)
+    x, cache = jax.lax.scan(layer, model.embed[...][tokens], inputs)
     return rms_norm(x, model.norm[...], model.config.rms_norm_eps), cache
+
+
+def _layers_of_a_prompt(
+    model: Llama, tokens: Int[Array, "B T"], table: RopeTable
+) -> tuple[tuple[Layers, Array, Array], Callable[[Array, tuple[Layers, Array, Array]], tuple[Array, KeyValues]]]:
+    """What a scan over the layers takes: their weights, rows of the table and whether they have a window; and its step."""
+    config, positions = model.config, jnp.arange(tokens.shape[1])
+    slides = config.windows(tokens.shape[1]) < tokens.shape[1]
+    windowed = partial(causal_attention, window=config.sliding_window)
+
+    def layer(x: Array, inputs: tuple[Layers, Array, Array]) -> tuple[Array, KeyValues]:
+        layer, inv_freq, here = inputs
+
+        def attend(q: Array, k: Array, v: Array) -> Array:
+            if slides.all() or not slides.any():  # nothing to choose: no branch in the program
+                return (windowed if slides.all() else causal_attention)(q, k, v)
+            return jax.lax.cond(here, windowed, causal_attention, q, k, v)
+
+        return decoder_layer(config, layer, inv_freq, table.attention_scaling, x, positions, attend)
+
+    return (model.layers, table.inv_freq, jnp.asarray(slides)), layer
 
 
 def decoder_layer(
@@ -94,14 +127,18 @@ def decoder_layer(
     """One layer; `attend(q, k, v)` gets rotated queries and keys. Returns the new x, and the rotated keys and the values."""
     batch, length, _ = x.shape
     h = rms_norm(x, layer.attention_norm[...], config.rms_norm_eps)
-    q = matmul(h, layer.query[...]).reshape(batch, length, config.num_heads, config.head_dim)
-    k = matmul(h, layer.key[...]).reshape(batch, length, config.num_kv_heads, config.head_dim)
-    v = matmul(h, layer.value[...]).reshape(batch, length, config.num_kv_heads, config.head_dim)
+    q = matmul(h, layer.query[...], layer.query_bias).reshape(batch, length, config.num_heads, config.head_dim)
+    k = matmul(h, layer.key[...], layer.key_bias).reshape(batch, length, config.num_kv_heads, config.head_dim)
+    v = matmul(h, layer.value[...], layer.value_bias).reshape(batch, length, config.num_kv_heads, config.head_dim)
+    if layer.query_norm is not None and layer.key_norm is not None:
+        q = rms_norm(q, layer.query_norm[...], config.rms_norm_eps)
+        k = rms_norm(k, layer.key_norm[...], config.rms_norm_eps)
     cos, sin = cos_sin(inv_freq, attention_scaling, positions)
     q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-    x = x + matmul(attend(q, k, v).reshape(batch, length, -1), layer.output[...])
+    x = x + matmul(attend(q, k, v).reshape(batch, length, -1), layer.output[...], layer.output_bias)
     h = rms_norm(x, layer.mlp_norm[...], config.rms_norm_eps)
-    x = x + matmul(jax.nn.silu(matmul(h, layer.gate[...])) * matmul(h, layer.up[...]), layer.down[...])
+    gated = jax.nn.silu(matmul(h, layer.gate[...], layer.gate_bias)) * matmul(h, layer.up[...], layer.up_bias)
+    x = x + matmul(gated, layer.down[...], layer.down_bias)
     return x, (k, v)
 
 
@@ -118,9 +155,10 @@ def rms_norm(x: Float[Array, "*any E"], weight: Float[Array, "E"], eps: float) -
     return weight * wide.astype(x.dtype)
 
 
-def matmul(x: Float[Array, "*any I"], weights: Float[Array, "I O"]) -> Float[Array, "*any O"]:
-    """x @ weights in x's dtype."""
-    return _dot(x, weights, x.dtype)
+def matmul(x: Float[Array, "*any I"], weights: Float[Array, "I O"], bias: nnx.Param | None = None) -> Float[Array, "*any O"]:
+    """x @ weights, plus a bias `[O]` where there is one, in x's dtype."""
+    product = _dot(x, weights, x.dtype)
+    return product if bias is None else product + bias[...]
 
 
 def _dot(x: Array, weights: Array, dtype: DTypeLike) -> Array:

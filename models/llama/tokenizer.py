@@ -2,12 +2,18 @@
 
     tokenizer = load_tokenizer(Path("model.gguf"))
     ids = encode_text(tokenizer, "The capital of France is")
+    ends = stop_ids(Path("model.gguf"), tokenizer)
 
-A GGUF file holds the vocabulary and the merges, but only a name for the rule that cuts text into words. The rules known here
-are in `_PRE_TOKENIZERS`; a wrong one gives other ids without any error, so every other name is refused. Where the model's
-tokenizer.json lies beside the .gguf file, it is taken instead.
+A GGUF file holds the vocabulary, and its merges or scores, but only a name for the rule that cuts text into words. The rules
+known here are in `_PRE_TOKENIZERS`; a wrong one gives other ids without any error, so every other name is refused. Where the
+model's tokenizer.json lies beside the .gguf file, it is taken instead.
+
+SentencePiece vocabularies (`tokenizer.ggml.model` is `llama`) become what transformers' `LlamaTokenizer` is: text gets one
+space before it unless it begins with one, and none behind a special token. Files of Phi-3 get a space in both places, as
+that model's own tokenizer.json does. All agree on text that begins with neither a space nor a special token.
 """
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,17 +25,36 @@ from lpes_jax.models.llama.gguf import GgufFile
 if TYPE_CHECKING:
     import transformers
 
-_QWEN2_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+def _words(pattern: str) -> list[pre_tokenizers.PreTokenizer]:
+    return [
+        pre_tokenizers.Split(Regex(pattern), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+
+
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CONTRACTIONS_AND_LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+# Upper case then lower case, the one or the other at least once; letters without case (Lm, Lo, M) count as both.
+_CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+)
 # `tokenizer.ggml.pre` -> how text is cut before the merges.
 _PRE_TOKENIZERS = {
+    "llama-bpe": _words(rf"{_CONTRACTIONS_AND_LETTERS}|\p{{N}}{{1,3}}|{_REST}"),
+    "qwen2": _words(rf"{_CONTRACTIONS_AND_LETTERS}|\p{{N}}|{_REST}"),
     "smollm": [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)],
-    "qwen2": [
-        pre_tokenizers.Split(Regex(_QWEN2_WORDS), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ],
+    "tekken": _words(rf"{_CASED}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"),
 }
 _NORMALIZERS = {"qwen2": normalizers.NFC()}
-_CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
+# Made of tiktoken's vocabularies: a word that is a token is that token, whatever the merges say; and BOS unless denied.
+_TIKTOKEN = ("llama-bpe", "tekken")
+_ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe"}
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # values of tokenizer.ggml.token_type
+# What ends a text by its name, as in llama.cpp: a GGUF file has no list of them, and one eos_token_id.
+_ENDS = ("</s>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>")
 _FOLDER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
@@ -51,6 +76,43 @@ def encode_text(tokenizer: "transformers.PreTrainedTokenizerFast", text: str) ->
     return ids
 
 
+def stop_ids(path: Path, tokenizer: "transformers.PreTrainedTokenizerFast") -> list[int]:
+    """Every id that ends a generated text, sorted: those of config.json, generation_config.json and the tokenizer together.
+
+    path: the model's folder, or its .gguf file, whose metadata count as its config (config files beside it count too).
+    Raises UserError where an `eos_token_id` is neither an id, a list of ids, nor null.
+    """
+    folder = path if path.is_dir() else path.parent
+    ids = {tokenizer.eos_token_id} if isinstance(tokenizer.eos_token_id, int) else set[int]()
+    for file in (folder / "config.json", folder / "generation_config.json"):
+        if file.exists():
+            ids |= _eos_ids(file)
+    if path.is_dir():
+        return sorted(ids)
+    gguf = GgufFile.open(path)
+    tokens, types = (gguf.metadata.get(f"tokenizer.ggml.{key}", []) for key in ("tokens", "token_type"))
+    ids |= {
+        index for index, (token, kind) in enumerate(zip(tokens, types, strict=False)) if kind == _CONTROL and token in _ENDS
+    }
+    for key in ("eos", "eot", "eom"):
+        if (index := gguf.metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None:
+            _token(gguf, tokens, f"tokenizer.ggml.{key}_token_id")
+            ids.add(index)
+    return sorted(ids)
+
+
+def _eos_ids(file: Path) -> set[int]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{file}: not readable as JSON ({_one_line(error)}); fetch it again") from error
+    eos = content.get("eos_token_id") if isinstance(content, dict) else None
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(isinstance(index, int) and not isinstance(index, bool) and index >= 0 for index in ids):
+        raise UserError(f"{file}: eos_token_id must be a token id, a list of them or null, got {eos!r:.60}")
+    return set(ids)
+
+
 def _from_folder(folder: Path) -> "transformers.PreTrainedTokenizerFast":
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -62,6 +124,8 @@ def _from_folder(folder: Path) -> "transformers.PreTrainedTokenizerFast":
         raise UserError(f"{folder}: the tokenizer cannot be read ({_one_line(error)}); fetch its files again") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise UserError(f"{folder}: {type(tokenizer).__name__} is not a fast tokenizer; put the model's tokenizer.json there")
+    if tokenizer.eos_token_id is not None and tokenizer.encode("a")[-1:] == [tokenizer.eos_token_id]:
+        raise UserError(f"{folder}: the tokenizer ends every prompt; set add_eos_token to false in tokenizer_config.json")
     return tokenizer
 
 
@@ -70,55 +134,131 @@ def _from_gguf(gguf: GgufFile) -> "transformers.PreTrainedTokenizerFast":
 
     metadata = gguf.metadata
     model, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
-    if model != "gpt2" or pre not in list(_PRE_TOKENIZERS):  # a list: `pre` may be anything
-        known = " or ".join(map(repr, _PRE_TOKENIZERS))
+    words = _ALIASES.get(pre, pre) if isinstance(pre, str) else ""
+    sentencepiece = model == "llama"
+    if not sentencepiece and (model != "gpt2" or words not in _PRE_TOKENIZERS):
+        known = ", ".join(map(repr, _PRE_TOKENIZERS))
         raise UserError(
-            f"{gguf.path}: its tokenizer (model {model!r}, pre {pre!r}) is not supported (only model 'gpt2' with pre {known}); "
-            "put the model's Hugging Face tokenizer files (tokenizer.json, tokenizer_config.json) beside it"
+            f"{gguf.path}: its tokenizer (model {model!r:.60}, pre {pre!r:.60}) is not supported (only model 'llama', and "
+            f"'gpt2' with pre {known}); put the model's Hugging Face tokenizer files (tokenizer.json, tokenizer_config.json) "
+            "beside it"
         )
-    tokens = _list(gguf, "tokens", str)
-    types = _list(gguf, "token_type", int)
-    merges = [tuple(merge.split(" ")) for merge in _list(gguf, "merges", str)]
-    vocabulary = {token: index for index, token in enumerate(tokens)}
-    if not len(vocabulary) == len(tokens) == len(types):
+    tokens, types = _list(gguf, "tokens", str), _list(gguf, "token_type", int)
+    if not len(set(tokens)) == len(tokens) == len(types):
         raise UserError(
             f"{gguf.path}: tokenizer.ggml.tokens holds a token twice or has not one token_type each; convert it again"
         )
+    defaults = {"bos": 1, "eos": 2, "unknown": 0} if sentencepiece else {}  # llama.cpp's
+    named = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
+    named = {name: _token(gguf, tokens, f"tokenizer.ggml.{key}_token_id", defaults.get(key)) for name, key in named.items()}
+    build = _sentencepiece if sentencepiece else _byte_level
     try:
-        tokenizer = Tokenizer(models.BPE(vocabulary, merges))
-    except Exception as error:  # the library raises nothing narrower for merges of tokens that do not exist
+        tokenizer = build(gguf, tokens, types, words, named["unk_token"])
+        _add_tokens(tokenizer, gguf, tokens, types)
+        if _flag(gguf, "add_bos_token", sentencepiece or words in _TIKTOKEN):
+            if (bos := named["bos_token"]) is None:
+                raise UserError(f"{gguf.path}: tokenizer.ggml.add_bos_token without a bos_token_id; convert it again")
+            tokenizer.post_processor = processors.TemplateProcessing(
+                single=f"{bos}:0 $A:0", pair=f"{bos}:0 $A:0 $B:1", special_tokens=[(bos, tokens.index(bos))]
+            )
+    except UserError:
+        raise
+    except Exception as error:  # the library raises nothing narrower, as for merges of tokens that do not exist
         raise UserError(
             f"{gguf.path}: tokenizer.ggml.merges do not fit the tokens ({_one_line(error)}); convert it again"
         ) from error
-    if pre in _NORMALIZERS:
-        tokenizer.normalizer = _NORMALIZERS[pre]
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(_PRE_TOKENIZERS[pre])
-    tokenizer.decoder = decoders.ByteLevel()
-
-    def added(kind: int) -> list[AddedToken]:
-        special = kind == _CONTROL
-        return [
-            AddedToken(token, special=special, normalized=False) for token, k in zip(tokens, types, strict=True) if k == kind
-        ]
-
-    tokenizer.add_special_tokens(added(_CONTROL))
-    tokenizer.add_tokens(added(_USER_DEFINED))
-
-    named = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
-    named = {name: _token(gguf, tokens, f"tokenizer.ggml.{key}_token_id") for name, key in named.items()}
-    bos = named["bos_token"]
-    if metadata.get("tokenizer.ggml.add_bos_token", False):
-        if bos is None:
-            raise UserError(f"{gguf.path}: tokenizer.ggml.add_bos_token without a bos_token_id; convert it again")
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{bos}:0 $A:0", pair=f"{bos}:0 $A:0 $B:1", special_tokens=[(bos, vocabulary[bos])]
-        )
+    if _flag(gguf, "add_eos_token", False):
+        raise UserError(f"{gguf.path}: tokenizer.ggml.add_eos_token ends every prompt; set it to false (gguf-set-metadata)")
+    template = metadata.get("tokenizer.chat_template")
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        chat_template=metadata.get("tokenizer.chat_template"),
+        chat_template=template if isinstance(template, str) else None,
         clean_up_tokenization_spaces=False,  # decoding gives back the text
         **{name: token for name, token in named.items() if token is not None},
     )
+
+
+def _byte_level(gguf: GgufFile, tokens: list[str], types: list[int], words: str, unknown: str | None) -> Tokenizer:
+    """Byte-level BPE with the file's merges, in the words that `_PRE_TOKENIZERS[words]` cuts."""
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, _merges(gguf), ignore_merges=words in _TIKTOKEN))
+    if words in _NORMALIZERS:
+        tokenizer.normalizer = _NORMALIZERS[words]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(_PRE_TOKENIZERS[words])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece(gguf: GgufFile, tokens: list[str], types: list[int], words: str, unknown: str | None) -> Tokenizer:
+    """SentencePiece's BPE: characters join to the piece of the highest score; what has no piece goes byte by byte."""
+    for key in ("remove_extra_whitespaces", "precompiled_charsmap"):
+        if gguf.metadata.get(f"tokenizer.ggml.{key}"):
+            raise UserError(
+                f"{gguf.path}: tokenizer.ggml.{key} (text changed before it is cut) is not supported; "
+                "put the model's tokenizer.json beside it"
+            )
+    if spaced := [token for token, kind in zip(tokens, types, strict=True) if kind == _USER_DEFINED and " " in token]:
+        raise UserError(
+            f"{gguf.path}: the added token {spaced[0]!r:.60} has a space in it, and a GGUF file does not say how such "
+            "tokens are found; put the model's tokenizer.json beside it"
+        )
+    merges = _merges(gguf) if "tokenizer.ggml.merges" in gguf.metadata else _merges_of_scores(gguf, tokens, types)
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    byte_fallback = all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=byte_fallback))
+    prefix = _flag(gguf, "add_space_prefix", True)
+    if gguf.metadata.get("general.architecture") == "phi3" and prefix:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        scheme = "first" if prefix else "never"
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
+    strip = [decoders.Strip(content=" ", left=1, right=0)] if prefix else []
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+    return tokenizer
+
+
+def _merges_of_scores(gguf: GgufFile, tokens: list[str], types: list[int]) -> list[tuple[str, str]]:
+    """All pairs of pieces that make a piece, the highest score first; of one piece, the longer left part first."""
+    scores = _list(gguf, "scores", float)
+    if len(scores) != len(tokens):
+        raise UserError(f"{gguf.path}: tokenizer.ggml.scores has not one score for each token; convert it again")
+    scored = zip(tokens, types, scores, strict=True)
+    pieces = {token: score for token, kind, score in scored if kind in (_NORMAL, _USER_DEFINED)}
+    ranked = [
+        (-score, -cut, piece[:cut], piece[cut:])
+        for piece, score in pieces.items()
+        for cut in range(1, len(piece))
+        if piece[:cut] in pieces and piece[cut:] in pieces
+    ]
+    ranked.sort(key=lambda merge: merge[:2])
+    return [merge[2:] for merge in ranked]
+
+
+def _add_tokens(tokenizer: Tokenizer, gguf: GgufFile, tokens: list[str], types: list[int]) -> None:
+    """Control tokens (special) and user-defined ones, which are found in the text before it is cut."""
+    # A GGUF file does not say which tokens swallow the spaces behind them. llama.cpp knows it of Phi-3 by name.
+    phi3 = gguf.metadata.get("general.architecture") == "phi3" and gguf.metadata.get("tokenizer.ggml.model") == "llama"
+    keep_spaces = ("<unk>", "<s>", "<|endoftext|>")
+
+    def added(*kinds: int) -> list[AddedToken]:
+        return [
+            AddedToken(token, special=_USER_DEFINED not in kinds, normalized=False, rstrip=phi3 and token not in keep_spaces)
+            for token, kind in zip(tokens, types, strict=True)
+            if kind in kinds
+        ]
+
+    tokenizer.add_special_tokens(added(_CONTROL, _UNKNOWN))
+    tokenizer.add_tokens(added(_USER_DEFINED))
+
+
+def _merges(gguf: GgufFile) -> list[tuple[str, str]]:
+    merges = []
+    for merge in _list(gguf, "merges", str):
+        space = merge.find(" ", 1)
+        if space < 0:
+            raise UserError(f"{gguf.path}: tokenizer.ggml.merges has {merge!r:.60}, not two tokens; convert it again")
+        merges.append((merge[:space], merge[space + 1 :]))
+    return merges
 
 
 def _list(gguf: GgufFile, key: str, kind: type) -> list[Any]:
@@ -130,12 +270,21 @@ def _list(gguf: GgufFile, key: str, kind: type) -> list[Any]:
     return values
 
 
-def _token(gguf: GgufFile, tokens: list[str], key: str) -> str | None:
-    index: Any = gguf.metadata.get(key)
+def _flag(gguf: GgufFile, key: str, default: bool) -> bool:
+    value = gguf.metadata.get(f"tokenizer.ggml.{key}", default)
+    if not isinstance(value, bool):
+        raise UserError(f"{gguf.path}: tokenizer.ggml.{key} must be true or false, got {value!r:.60}; convert it again")
+    return value
+
+
+def _token(gguf: GgufFile, tokens: list[str], key: str, default: int | None = None) -> str | None:
+    index: Any = gguf.metadata.get(key, default)
     if index is None:
         return None
     if not isinstance(index, int) or not 0 <= index < len(tokens):
-        raise UserError(f"{gguf.path}: {key}={index!r} is not the id of one of its {len(tokens):,} tokens; convert it again")
+        raise UserError(
+            f"{gguf.path}: {key}={index!r:.60} is not the id of one of its {len(tokens):,} tokens; convert it again"
+        )
     return tokens[index]
 
 

@@ -22,7 +22,7 @@ from safetensors.numpy import load_file, save_file
 from lpes_jax.errors import UserError
 from lpes_jax.models.llama.checkpoint import load_llama, open_checkpoint, save_llama
 from lpes_jax.models.llama.config import LlamaConfig
-from lpes_jax.models.llama.gguf import TENSOR_NAMES
+from lpes_jax.models.llama.gguf_model import TENSOR_NAMES
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.rope import RopeParameters
 

@@ -17,7 +17,7 @@ from lpes_jax.errors import UserError
 from lpes_jax.models.llama import Llama
 from lpes_jax.search.genetic import PaperGA
 from lpes_jax.search.loop import search, tie_break_scale
-from lpes_jax.search.settings import SearchSettings, genetic_settings, preset
+from lpes_jax.search.settings import SearchSettings, genetic_settings, preset, scaled_layers
 from lpes_jax.tasks.key_value import KeyValue
 
 pytestmark = pytest.mark.promotes
@@ -252,6 +252,27 @@ def test_other_curves_search_too(tmp_path, guesser, tokenizer, curve):
     if curve == "free":
         assert all(line["factors"] == pytest.approx([y for _, y in line["control_points"]]) for line in history)
     assert len({tuple(line["factors"]) for line in history}) > 1
+
+
+def test_the_curve_may_scale_some_layers_only(tmp_path, guesser, tokenizer):
+    small = {"control_points": 2, "population_size": 6, "parents": 2, "mutations": 2, "crossovers": 0, "generations": 2}
+    settings = preset("default", **TINY, **small, layers="1:", output_path=tmp_path / "run")
+    history, extra = run(settings, guesser, tokenizer)
+    for line in history:  # a straight line of two points over layers 1 and 2
+        assert line["factors"] == [1.0, *(y for _, y in np.array(line["control_points"]).round(7).tolist())]
+    assert len({tuple(line["factors"]) for line in history}) > 3
+    assert extra["result"].factors.curve["layers"] == [1, 2]
+
+
+@pytest.mark.parametrize(("layers", "wanted"), [(":", range(3)), ("1:", range(1, 3)), (":2", range(2)), ("1:3", range(1, 3))])
+def test_layers_are_a_slice(layers, wanted):
+    assert scaled_layers(SearchSettings(layers=layers), 3) == wanted
+
+
+@pytest.mark.parametrize("layers", ["", "2", "3:", "2:1", ":4", "-1:", "1:2:3", "a:b"])
+def test_layers_that_are_none_are_refused(layers):
+    with pytest.raises(UserError, match="--layers"):
+        scaled_layers(SearchSettings(layers=layers), 3)
 
 
 def test_log_likelihood_can_be_the_fitness(tmp_path, guesser, tokenizer):

@@ -1,0 +1,287 @@
+"""What was understood of a model, and checks that it runs right on this machine.
+
+Examples:
+  python -m lpes_jax.doctor --model tiny-retriever
+      the bundled model
+  python -m lpes_jax.doctor --model DIR --dtype bfloat16
+      a folder in Hugging Face layout, in the dtype that it will be served in
+  python -m lpes_jax.doctor --model model.gguf --compare-with-transformers
+      logits and greedy ids against transformers on torch, float32 on the CPU (pip install torch)
+
+Exit code 0 if every check passes, 1 if one fails, 2 if the model cannot be loaded.
+"""
+
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Float
+from rich.table import Table
+
+from lpes_jax.api import logits
+from lpes_jax.cli import run_verb
+from lpes_jax.errors import UserError
+from lpes_jax.models.llama import Loaded, load
+from lpes_jax.models.llama.attention import runs_on_cudnn
+from lpes_jax.models.llama.checkpoint import Checkpoint, open_checkpoint, save_llama
+from lpes_jax.models.llama.generate import greedy
+from lpes_jax.models.llama.model import Llama
+from lpes_jax.models.zoo import resolve
+from lpes_jax.report.tables import console
+from lpes_jax.rope import cos_sin
+from lpes_jax.tasks.key_value import KeyValue
+from lpes_jax.tasks.prompts import token_ids
+
+NEW_TOKENS = 16
+NEAR_TIE = {"float32": 1e-3, "float16": 0.03, "bfloat16": 0.25}  # two best logits so close may change places
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class DoctorSettings:
+    """Which model, and how thoroughly."""
+
+    model: str = "tiny-retriever"
+    """A name in models/zoo, a folder in Hugging Face layout, a .gguf file, or a Hugging Face hub id."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """auto: bfloat16 on a GPU, float32 on a CPU."""
+    num_tokens: int = 400
+    """Tokens of the text that the checks run on."""
+    compare_with_transformers: bool = False
+    """Compare logits and greedy ids with transformers (torch, float32, CPU)."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """A self-check and its verdict."""
+
+    name: str
+    passed: bool
+    measured: str
+
+
+def run_doctor(settings: DoctorSettings) -> list[Check]:
+    """Print what was understood and the verdict of each check; return the checks.
+
+    Raises UserError where the model cannot be loaded, and where torch is asked for and missing.
+    """
+    if settings.num_tokens < 8:
+        raise UserError(f"--num-tokens must be at least 8, got {settings.num_tokens}")
+    if settings.compare_with_transformers:
+        _torch()
+    checkpoint = open_checkpoint(resolve(settings.model))
+    loaded = load(settings.model, settings.dtype)
+    out = console()
+    facts = Table(title=f"{settings.model}: what was understood", show_header=False, title_justify="left")
+    for name, value in understood(checkpoint, loaded):
+        facts.add_row(name, value)
+    out.print(facts)
+    verdicts = Table("check", "verdict", "measured", title="self-checks", title_justify="left")
+    checks = []
+    for check in self_checks(loaded, settings):
+        checks.append(check)
+        verdicts.add_row(check.name, "[green]ok[/]" if check.passed else "[red]FAILED[/]", check.measured)
+    out.print(verdicts)
+    return checks
+
+
+def understood(checkpoint: Checkpoint, loaded: Loaded) -> Iterator[tuple[str, str]]:
+    """Names and values of what the loader made of the files."""
+    config, tokenizer = loaded.model.config, loaded.tokenizer
+    leaves = jax.tree.leaves(nnx.split(loaded.model)[1])
+    weights = sum(leaf.size for leaf in leaves)
+    yield "files", f"{checkpoint.path} ({len(checkpoint.weight_files())} with weights)"
+    yield "family", config.model_type
+    yield "layers", str(config.num_layers)
+    yield "heads", f"{config.num_heads}, {config.num_kv_heads} key-value heads, head dim {config.head_dim}"
+    yield (
+        "sizes",
+        f"embedding {config.hidden_size:,}, feed-forward {config.intermediate_size:,}, vocabulary {config.vocab_size:,}",
+    )
+    extras = {"bias on q, k, v": config.qkv_bias, "bias in the MLP": config.mlp_bias, "q/k norm": config.qk_norm}
+    extras |= {"fused projections": config.fused, "tied head": loaded.model.head is None}
+    yield "particular", ", ".join(name for name, present in extras.items() if present) or "nothing"
+    rope = config.rope.to_hf()
+    kind, theta = rope.pop("rope_type"), rope.pop("rope_theta")
+    described = ", ".join(f"{name} {value}" for name, value in rope.items() if not isinstance(value, list))
+    yield "RoPE", f"{kind}, theta {theta:g}" + (f", {described}" if described else "")
+    if config.nope_layers:
+        yield "layers without RoPE", ", ".join(map(str, config.nope_layers))
+    window = "none" if not config.sliding_layers else f"{config.sliding_window} tokens in {len(config.sliding_layers)} layers"
+    yield "context", f"{config.max_position_embeddings:,} tokens, sliding window: {window}"
+    names = checkpoint.names()
+    ignored = sum(name.endswith(".rotary_emb.inv_freq") for name in names)
+    yield (
+        "tensors",
+        f"{len(names) - ignored} read"
+        + (f", {ignored} ignored (RoPE frequencies, which follow from the config)" if ignored else ""),
+    )
+    memory = ", ".join(f"{name} {_mib(weights * size)}" for name, size in DTYPE_BYTES.items())
+    yield "weights", f"{weights:,}: {memory}"
+    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * DTYPE_BYTES[loaded.identity["dtype"]]
+    yield "KV cache", f"{per_token:,} bytes a token"
+    device, dtype = jax.devices()[0], loaded.identity["dtype"]
+    attention = "cuDNN's fused attention" if runs_on_cudnn(config.head_dim, dtype) else "exact blocked softmax (XLA)"
+    yield "runs on", f"{jax.device_count()} x {device.device_kind}, {dtype}, {attention}"
+    first = tokenizer("a")["input_ids"][:1]
+    begins = tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id]
+    yield "BOS", f"{tokenizer.bos_token!r}, put before a prompt" if begins else "none before a prompt"
+    yield (
+        "ends a text",
+        ", ".join(f"{token} {tokenizer.convert_ids_to_tokens(token)!r}" for token in loaded.stop_ids) or "nothing",
+    )
+    yield "chat template", "yes" if tokenizer.chat_template else "none (--prompt-form names one)"
+    yield "tokenizer", f"{type(tokenizer).__name__}, {len(tokenizer):,} tokens"
+
+
+def self_checks(loaded: Loaded, settings: DoctorSettings) -> Iterator[Check]:
+    """The checks, one after the other."""
+    model, dtype = loaded.model, loaded.identity["dtype"]
+    tokens = example_tokens(loaded, settings.num_tokens)
+    yield _rope_in_float32(model)
+    yield _cached_is_full(model, tokens, dtype)
+    yield _factor_1_changes_nothing(model, tokens)
+    yield _padded_is_single(model, tokens, dtype)
+    yield _tokens_fit(loaded)
+    if settings.compare_with_transformers:
+        yield from _transformers_agrees(loaded, tokens, settings)
+
+
+def example_tokens(loaded: Loaded, count: int) -> list[int]:
+    """`count` ids (fewer where the window is smaller) of key-value prompts, a text that any tokenizer takes."""
+    count = min(count, loaded.model.config.max_position_embeddings - NEW_TOKENS)
+    pairs, ids = 4, list[int]()
+    while len(ids) < count:
+        task = KeyValue(pairs, key_length=8)
+        ids = token_ids(loaded.tokenizer, [task.prompt(task.examples("search", 1, 0)[0], 0).text])[0]
+        pairs *= 2
+    return ids[:count]
+
+
+def _rope_in_float32(model: Llama) -> Check:
+    # cos and sin of float32 angles against float64: the angle's own rounding is position x 2^-24, and a bfloat16 on the way
+    # would be off by 2^-9 of the angle. Positions must stay apart as well.
+    config = model.config
+    last = config.max_position_embeddings - 1
+    table = config.rope_table(last + 1)
+    row = next(layer for layer in range(config.num_layers) if layer not in config.nope_layers)
+    inv_freq = table.inv_freq[row]
+    positions = np.unique(np.linspace(0, last, 4096, dtype=np.int32))
+    cos, sin = jax.jit(cos_sin)(inv_freq, table.attention_scaling, jnp.asarray(positions))
+    angles = positions[:, None, None] * np.asarray(inv_freq, np.float64)
+    scaling = float(table.attention_scaling)
+    error = max(np.abs(cos - scaling * np.cos(angles)).max(), np.abs(sin - scaling * np.sin(angles)).max())
+    distinct = len(np.unique(np.concatenate([cos, sin], axis=-1).reshape(len(positions), -1), axis=0))
+    passed = bool(error <= scaling * (1e-6 + last * 2**-23) and distinct == len(positions))
+    measured = f"off by {error:.1e} up to position {last:,}, {distinct:,} of {len(positions):,} positions distinct"
+    return Check("RoPE table is float32-exact", passed, measured)
+
+
+def _cached_is_full(model: Llama, tokens: list[int], dtype: str) -> Check:
+    table = model.config.rope_table(len(tokens) + NEW_TOKENS)
+    prompt, length = jnp.array([tokens], jnp.int32), jnp.array([len(tokens)], jnp.int32)
+    new = np.asarray(greedy(model, prompt, length, table, jnp.array([], jnp.int32), NEW_TOKENS))[0]
+    whole = np.asarray(logits(model, jnp.array([[*tokens, *new.tolist()]], jnp.int32)))[0]
+    predicting = whole[len(tokens) - 1 : -1]
+    gaps = predicting.max(axis=-1) - predicting[np.arange(NEW_TOKENS), new]
+    different = int((gaps > NEAR_TIE[dtype]).sum())
+    measured = f"{NEW_TOKENS - different} of {NEW_TOKENS} greedy tokens equal (two best logits within {NEAR_TIE[dtype]} count)"
+    return Check("cached decoding equals full recomputation", different == 0, measured)
+
+
+def _factor_1_changes_nothing(model: Llama, tokens: list[int]) -> Check:
+    batch = jnp.array([tokens], jnp.int32)
+    plain, ones = logits(model, batch), logits(model, batch, jnp.ones(model.config.num_layers, jnp.float32))
+    different = int((np.asarray(plain) != np.asarray(ones)).sum())
+    return Check("factors of 1 change no bit", different == 0, f"{different} of {plain.size:,} logits differ")
+
+
+def _padded_is_single(model: Llama, tokens: list[int], dtype: str) -> Check:
+    short = tokens[: len(tokens) // 2 + 1]
+    padded = jnp.array([tokens, short + [0] * (len(tokens) - len(short))], jnp.int32)
+    together, alone = logits(model, padded)[1, : len(short)], logits(model, jnp.array([short], jnp.int32))[0]
+    return _agreement("a padded row equals the prompt alone", np.asarray(together), np.asarray(alone), dtype)
+
+
+def _tokens_fit(loaded: Loaded) -> Check:
+    tokens, rows = len(loaded.tokenizer), loaded.model.config.vocab_size
+    unused = f", {rows - tokens:,} rows without a token" if rows > tokens else ""
+    return Check("every token has an embedding", tokens <= rows, f"{tokens:,} tokens, {rows:,} rows{unused}")
+
+
+def _transformers_agrees(loaded: Loaded, tokens: list[int], settings: DoctorSettings) -> Iterator[Check]:
+    torch = _torch()
+    from transformers import AutoModelForCausalLM
+
+    model = loaded.model if loaded.identity["dtype"] == "float32" else load(settings.model, "float32").model
+    with tempfile.TemporaryDirectory() as folder:
+        save_llama(model, Path(folder))
+        theirs: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.inference_mode():
+        wanted = theirs(torch.tensor([tokens])).logits[0].float().numpy()
+        ids = theirs.generate(
+            torch.tensor([tokens]),
+            attention_mask=torch.ones(1, len(tokens)),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )[0, len(tokens) :].tolist()
+    cpu = jax.devices("cpu")[0]
+    ours_model = jax.device_put(model, cpu)
+    with jax.default_device(cpu):
+        ours = np.asarray(logits(ours_model, jnp.array([tokens], jnp.int32)))[0]
+        table = ours_model.config.rope_table(len(tokens) + NEW_TOKENS)
+        prompt, length = jnp.array([tokens], jnp.int32), jnp.array([len(tokens)], jnp.int32)
+        new = np.asarray(greedy(ours_model, prompt, length, table, jnp.array([], jnp.int32), NEW_TOKENS))[0].tolist()
+    yield _agreement("logits equal transformers' (float32)", ours, wanted, "float32")
+    yield Check(
+        "greedy ids equal transformers'", new == ids, f"{sum(a == b for a, b in zip(new, ids, strict=True))} of {NEW_TOKENS}"
+    )
+
+
+def _agreement(name: str, ours: Float[np.ndarray, "T V"], theirs: Float[np.ndarray, "T V"], dtype: str) -> Check:
+    """Two ways to the same logits: within a thousandth of their size in float32, and the same best token but for near ties."""
+    difference, size = float(np.abs(ours - theirs).max()), float(np.abs(theirs).max())
+    chosen = ours.argmax(axis=-1)
+    gap = theirs.max(axis=-1) - np.take_along_axis(theirs, chosen[:, None], axis=-1)[:, 0]
+    other = int((gap > NEAR_TIE[dtype]).sum())
+    passed = other == 0 and (dtype != "float32" or difference <= 1e-4 * max(size, 1.0))
+    return Check(
+        name, passed, f"off by {difference:.1e} (largest {size:.3g}), best token equal at {len(ours) - other} of {len(ours)}"
+    )
+
+
+def _torch() -> Any:
+    try:
+        import torch
+    except ImportError as error:
+        raise UserError("--compare-with-transformers needs torch: pip install torch") from error
+    return torch
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.0f} MiB" if size < 2**30 else f"{size / 2**30:,.1f} GiB"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The verb; returns the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    checks: list[Check] = []
+
+    def run(settings: DoctorSettings) -> None:
+        checks.extend(run_doctor(settings))
+
+    code = run_verb(DoctorSettings(), run, __doc__ or "", arguments, "doctor")
+    return code or int(not all(check.passed for check in checks))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

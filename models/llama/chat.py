@@ -1,0 +1,146 @@
+"""Prompts as chat models were trained to read them: the tokenizer's own chat template, or a form by name.
+
+    chat = make_chat(tokenizer, apply_chat_template=True, system_prompt="Be brief.")
+    text = chat.render("What is the capital of France?")  # ends where the answer begins
+
+Some models (Vicuna, StableBeluga) come without a template; their forms are known here by name. Nothing stands in for
+anything else: a tokenizer without a template is an error, and so is a template that drops the system prompt.
+
+The BOS is not part of a form: the tokenizer puts it. A template that writes one keeps it, and there is never a second
+(`lpes_jax.tasks.prompts.encode`). Templates that write today's date get a fixed one, so that a run can be repeated.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from lpes_jax.errors import UserError
+
+if TYPE_CHECKING:
+    import transformers
+
+PromptForm = Literal["vicuna", "stablebeluga", "llama2"]
+PROMPT_FORMS: tuple[str, ...] = get_args(PromptForm)
+
+# The date that Llama 3's templates give where they are told none, for templates that ask for it and for those that take it.
+_TODAY = "26 Jul 2024"
+_DATE = {"%Y": "2024", "%m": "07", "%d": "26", "%b": "Jul", "%B": "July", "%A": "Friday", "%H": "00", "%M": "00", "%S": "00"}
+_STRFTIME_NOW = "".join(f" | replace('{directive}', '{value}')" for directive, value in _DATE.items())
+_STRFTIME_NOW = "{% macro strftime_now(format) %}{{ format" + _STRFTIME_NOW + " }}{% endmacro %}"
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A form with its system prompt in place, without one, and the system prompt that it has by default."""
+
+    with_system: str
+    without_system: str
+    system: str | None
+
+
+_FORMS = {
+    # FastChat's vicuna_v1.1
+    "vicuna": _Form(
+        "{system} USER: {prompt} ASSISTANT:",
+        "USER: {prompt} ASSISTANT:",
+        "A chat between a curious user and an artificial intelligence assistant. "
+        "The assistant gives helpful, detailed, and polite answers to the user's questions.",
+    ),
+    # the model card of stabilityai/StableBeluga-7B
+    "stablebeluga": _Form(
+        "### System:\n{system}\n\n### User:\n{prompt}\n\n### Assistant:\n",
+        "### User:\n{prompt}\n\n### Assistant:\n",
+        "You are StableBeluga, an AI that follows instructions extremely well. "
+        "Help as much as you can. Remember, be safe, and don't do anything illegal.",
+    ),
+    # Meta's llama/generation.py; the tokenizer puts its <s>
+    "llama2": _Form("[INST] <<SYS>>\n{system}\n<</SYS>>\n\n{prompt} [/INST]", "[INST] {prompt} [/INST]", None),
+}
+
+
+@dataclass(frozen=True)
+class Chat:
+    """How a question becomes the text that the model reads, and `record`, what files say of it."""
+
+    render: Callable[[str], str]
+    record: dict[str, Any]
+
+
+def check_chat(*, apply_chat_template: bool, prompt_form: str | None, system_prompt: str | None) -> None:
+    """Raise UserError for flags that cannot go together; needs no model."""
+    if apply_chat_template and prompt_form is not None:
+        raise UserError("--apply-chat-template and --prompt-form are two ways to wrap a prompt; give one of them")
+    if system_prompt is not None and not (apply_chat_template or prompt_form is not None):
+        raise UserError("--system-prompt needs --apply-chat-template or --prompt-form")
+    if prompt_form is not None and prompt_form not in PROMPT_FORMS:
+        raise UserError(f"--prompt-form {prompt_form!r} is not known; the forms are: {', '.join(PROMPT_FORMS)}")
+
+
+def make_chat(
+    tokenizer: "transformers.PreTrainedTokenizerFast",
+    *,
+    apply_chat_template: bool = False,
+    prompt_form: str | None = None,
+    system_prompt: str | None = None,
+) -> Chat | None:
+    """The chat that the flags ask for, None for raw prompts.
+
+    system_prompt: None for the template's or form's own, "" for none at all in a form. Raises UserError as `check_chat`
+    does, and for a tokenizer that has no template.
+    """
+    check_chat(apply_chat_template=apply_chat_template, prompt_form=prompt_form, system_prompt=system_prompt)
+    if prompt_form is not None:
+        return _of_form(prompt_form, system_prompt)
+    if apply_chat_template:
+        return _of_template(tokenizer, system_prompt)
+    return None
+
+
+def _of_form(name: str, system_prompt: str | None) -> Chat:
+    form = _FORMS[name]
+    system = form.system if system_prompt is None else system_prompt
+    text = form.with_system if system else form.without_system
+
+    def render(prompt: str) -> str:
+        return text.replace("{system}", system or "").replace("{prompt}", prompt)
+
+    return Chat(render, _record(name, text, system))
+
+
+def _of_template(tokenizer: "transformers.PreTrainedTokenizerFast", system_prompt: str | None) -> Chat:
+    try:
+        template = tokenizer.get_chat_template()
+    except ValueError as error:  # none, or several and none of them the default
+        raise UserError(
+            "--apply-chat-template: the model's tokenizer has no chat template; "
+            f"leave the flag out, or name a form: --prompt-form {', '.join(PROMPT_FORMS)}"
+        ) from error
+    system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+
+    def render(prompt: str) -> str:
+        try:
+            text = tokenizer.apply_chat_template(
+                [*system, {"role": "user", "content": prompt}],
+                tokenize=False,
+                add_generation_prompt=True,
+                chat_template=_STRFTIME_NOW + template,
+                date_string=_TODAY,
+            )
+        except Exception as error:  # templates are programs: they raise what they like
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(f"--apply-chat-template: the model's chat template fails ({reason})") from error
+        assert isinstance(text, str)
+        for what, part in (("system prompt", system_prompt or ""), ("question", prompt)):
+            if part.strip() not in text:
+                raise UserError(
+                    f"--apply-chat-template: the model's chat template drops or changes the {what}; use --prompt-form instead"
+                )
+        return text
+
+    return Chat(render, _record("template", template, system_prompt))
+
+
+def _record(name: str, template: str, system_prompt: str | None) -> dict[str, Any]:
+    digest = hashlib.sha256(template.encode()).hexdigest()
+    return {"form": name, "template_sha256": digest, "system_prompt": system_prompt}

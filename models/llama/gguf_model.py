@@ -1,0 +1,245 @@
+"""What a model in a GGUF file is to Hugging Face: the config.json it would have, and its tensors' Hugging Face names.
+
+    gguf = GgufFile.open(Path("model.gguf"))
+    config = LlamaConfig.from_hf(hf_config(gguf), str(gguf.path))
+    names = hf_names(gguf)  # {"model.norm.weight": "output_norm.weight", ...}
+
+Architectures: those that llama.cpp's converter writes for Llama, Mistral and their kin (`llama`), Qwen2 and Qwen2.5 (`qwen2`),
+Qwen3 (`qwen3`) and Phi-3 (`phi3`, its query-key-value and gate-up matrices fused as in Hugging Face). A key that changes the
+computation and has no counterpart there is refused by name.
+"""
+
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from lpes_jax.errors import UserError
+from lpes_jax.models.llama.config import LlamaConfig
+from lpes_jax.models.llama.gguf import ALL, GgufFile
+
+SUPPORTED_ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3")
+
+# A Hugging Face tensor name and its GGUF name, {} the layer.
+TENSOR_NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+    "model.layers.{}.input_layernorm.weight": "blk.{}.attn_norm.weight",
+    "model.layers.{}.self_attn.q_proj.weight": "blk.{}.attn_q.weight",
+    "model.layers.{}.self_attn.k_proj.weight": "blk.{}.attn_k.weight",
+    "model.layers.{}.self_attn.v_proj.weight": "blk.{}.attn_v.weight",
+    "model.layers.{}.self_attn.o_proj.weight": "blk.{}.attn_output.weight",
+    "model.layers.{}.self_attn.q_proj.bias": "blk.{}.attn_q.bias",
+    "model.layers.{}.self_attn.k_proj.bias": "blk.{}.attn_k.bias",
+    "model.layers.{}.self_attn.v_proj.bias": "blk.{}.attn_v.bias",
+    "model.layers.{}.self_attn.o_proj.bias": "blk.{}.attn_output.bias",
+    "model.layers.{}.self_attn.q_norm.weight": "blk.{}.attn_q_norm.weight",
+    "model.layers.{}.self_attn.k_norm.weight": "blk.{}.attn_k_norm.weight",
+    "model.layers.{}.post_attention_layernorm.weight": "blk.{}.ffn_norm.weight",
+    "model.layers.{}.mlp.gate_proj.weight": "blk.{}.ffn_gate.weight",
+    "model.layers.{}.mlp.up_proj.weight": "blk.{}.ffn_up.weight",
+    "model.layers.{}.mlp.down_proj.weight": "blk.{}.ffn_down.weight",
+}
+_FUSED_NAMES = {
+    "model.layers.{}.self_attn.qkv_proj.weight": "blk.{}.attn_qkv.weight",
+    "model.layers.{}.mlp.gate_up_proj.weight": "blk.{}.ffn_up.weight",
+}
+
+# Keys (below the architecture's name) that change the computation, with the value that this port implements.
+_IMPLEMENTED = {
+    "expert_count": 0, "expert_used_count": 0, "attention.causal": True, "attention.sliding_window": 0,
+    "attention.clamp_kqv": 0.0, "attention.max_alibi_bias": 0.0, "attention.scale": 0.0, "attention.output_scale": 0.0,
+    "attention.temperature_scale": 0.0, "attn_logit_softcapping": 0.0, "final_logit_softcapping": 0.0, "logit_scale": 0.0,
+    "residual_scale": 0.0, "embedding_scale": 0.0, "use_parallel_residual": False, "rope.dimension_sections": None,
+    "rope.scaling.alpha": 0.0, "rope.scaling.yarn_log_multiplier": 0.0, "rope.scaling.attn_factor": 1.0,
+}  # fmt: skip
+# Tensors that are no weights: RoPE frequencies are divided by them, one divisor a frequency.
+_ROPE_DIVISORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+
+
+def hf_config(gguf: GgufFile) -> dict[str, Any]:
+    """The config.json of the same model in Hugging Face layout. Raises UserError for what has none, naming the key."""
+    where, metadata = gguf.path, gguf.metadata
+    architecture = _architecture(gguf)
+    for key, implemented in _IMPLEMENTED.items():
+        # Phi-3 has a window, and the attention factor of its longrope.
+        if architecture == "phi3" and key in ("attention.sliding_window", "rope.scaling.attn_factor"):
+            continue
+        if (value := metadata.get(f"{architecture}.{key}", implemented)) != implemented:
+            raise UserError(f"{where}: {architecture}.{key}={value!r:.60} is not supported (only {implemented!r})")
+    if "token_embd.weight" not in gguf.tensors:
+        raise UserError(f"{where}: tensor token_embd.weight is missing; is this a whole model?")
+
+    def number(key: str, kind: type = int, default: int | float | None = None) -> Any:
+        value = metadata.get(f"{architecture}.{key}", default)
+        if value is None:
+            raise UserError(f"{where}: metadata key {architecture}.{key} is missing; convert the model again")
+        if isinstance(value, bool) or not isinstance(value, (int, kind)):
+            raise UserError(f"{where}: {architecture}.{key} must be one number for all layers, got {value!r:.60}")
+        if kind is int:
+            return value
+        if not abs(value) < 2**127:
+            raise UserError(f"{where}: {architecture}.{key} must be a finite number, got {value!r}")
+        # GGUF floats are float32: 9.999999747378752e-06 was written for 1e-05, which is what config.json says.
+        return float(str(np.float32(value)))
+
+    heads, hidden = number("attention.head_count"), number("embedding_length")
+    head_dim = number("attention.key_length", default=hidden // heads if heads > 0 else 0)
+    if number("attention.value_length", default=head_dim) != head_dim:
+        raise UserError(
+            f"{where}: {architecture}.attention.value_length={number('attention.value_length')} is not supported "
+            f"(only the head size, {head_dim})"
+        )
+    config = {
+        "model_type": architecture,
+        "hidden_act": "silu",
+        "vocab_size": gguf.tensors["token_embd.weight"].shape[0],
+        "hidden_size": hidden,
+        "intermediate_size": number("feed_forward_length"),
+        "num_hidden_layers": number("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": number("attention.head_count_kv", default=heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": number("attention.layer_norm_rms_epsilon", float),
+        "max_position_embeddings": number("context_length", default=2048),
+        "rope_parameters": _rope(gguf, number, head_dim),
+        "tie_word_embeddings": "output.weight" not in gguf.tensors,
+    }
+    if architecture == "phi3":
+        config["sliding_window"] = number("attention.sliding_window", default=0) or None
+    if architecture == "llama":  # two flags in config.json; in a GGUF file the biases are there or not
+        config["attention_bias"] = "blk.0.attn_q.bias" in gguf.tensors
+        config["mlp_bias"] = "blk.0.ffn_up.bias" in gguf.tensors
+    return config
+
+
+def llama_config(gguf: GgufFile) -> LlamaConfig:
+    """The model that the metadata describe. Raises UserError for what the port does not run, naming the key."""
+    return LlamaConfig.from_hf(hf_config(gguf), str(gguf.path))
+
+
+def hf_names(gguf: GgufFile) -> dict[str, str]:
+    """Hugging Face name -> GGUF name of every weight in the file. What has no Hugging Face name keeps its own."""
+    names = TENSOR_NAMES | (_FUSED_NAMES if _architecture(gguf) == "phi3" else {})
+    to_hf = {gguf_name: hf for hf, gguf_name in names.items()}
+    found = {}
+    for name in gguf.tensors:
+        layer = re.match(r"blk\.(\d+)\.", name)
+        pattern = name if layer is None else f"blk.{{}}.{name[layer.end() :]}"
+        hf = to_hf[pattern].format(layer and layer[1]) if pattern in to_hf else name
+        if name not in _ROPE_DIVISORS:
+            found[hf] = name
+    return found
+
+
+def read_hf(
+    gguf: GgufFile, hf_name: str, gguf_name: str, config: LlamaConfig, rows: slice = ALL
+) -> Float[np.ndarray, "*shape"]:
+    """A weight, or some of its rows, as Hugging Face stores it, in float32.
+
+    `llama` files alone keep query and key rows in another order.
+    """
+    if gguf.metadata["general.architecture"] == "llama":
+        if ".q_proj." in hf_name:
+            return unpermute(gguf.read(gguf_name), config.num_heads)[rows]
+        if ".k_proj." in hf_name:
+            return unpermute(gguf.read(gguf_name), config.num_kv_heads)[rows]
+    return gguf.read(gguf_name, rows)
+
+
+def unpermute(weights: Float[np.ndarray, "rows *E"], num_heads: int) -> Float[np.ndarray, "rows *E"]:
+    """Query or key rows (or their biases) in Hugging Face's half-split order from GGUF's interleaved one (Meta's).
+
+    Undoes llama.cpp's `permute`. `num_heads` is H for queries and K for keys. With 8 rows a head, its rows come as
+    0 2 4 6 1 3 5 7.
+    """
+    rows, *width = weights.shape
+    return weights.reshape(num_heads, rows // num_heads // 2, 2, *width).swapaxes(1, 2).reshape(rows, *width)
+
+
+def _architecture(gguf: GgufFile) -> str:
+    architecture = gguf.metadata.get("general.architecture")
+    if architecture not in SUPPORTED_ARCHITECTURES:
+        supported = ", ".join(SUPPORTED_ARCHITECTURES)
+        raise UserError(
+            f"{gguf.path}: general.architecture {architecture!r:.60} is not supported; supported model types: {supported}"
+        )
+    return architecture
+
+
+def _rope(gguf: GgufFile, number: Callable[..., Any], head_dim: int) -> dict[str, Any]:
+    """`rope_parameters` of transformers v5."""
+    where, architecture = gguf.path, _architecture(gguf)
+    if f"{architecture}.rope.freq_base" not in gguf.metadata:
+        warnings.warn(f"{where}: no {architecture}.rope.freq_base; taking 10000, the GGUF default", stacklevel=3)
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": number("rope.freq_base", float, 10000.0)}
+    rotated = number("rope.dimension_count", default=head_dim)
+    if rotated != head_dim:
+        # The row order of `llama` files is that of a whole head: rotating a part of it would pair other rows.
+        if architecture == "llama" or not 0 < rotated < head_dim or rotated % 2:
+            raise UserError(
+                f"{where}: {architecture}.rope.dimension_count={rotated} is not supported (only the head size, {head_dim})"
+            )
+        rope["partial_rotary_factor"] = rotated / head_dim
+
+    kind = gguf.metadata.get(f"{architecture}.rope.scaling.type")
+    if kind not in (None, "none", "linear", "yarn", "longrope"):
+        raise UserError(
+            f"{where}: {architecture}.rope.scaling.type {kind!r:.60} is not supported; supported: none, linear, yarn, longrope"
+        )
+    context = number("context_length", default=2048)
+    original = number("rope.scaling.original_context_length", default=context)
+    if divisors := [name for name in _ROPE_DIVISORS if name in gguf.tensors]:
+        if kind not in (None, "none", "longrope"):
+            raise UserError(f"{where}: tensor {divisors[0]} together with rope.scaling.type {kind!r} is not supported")
+        if "rope_freqs.weight" in divisors:
+            # Llama 3's rule, already worked out by the converter: a longrope whose two lists are the same.
+            short = long = _divisors(gguf, "rope_freqs.weight", rotated)
+            return rope | _longrope(short, long, context, 1.0)
+        for name in _ROPE_DIVISORS[1:]:
+            if name not in divisors:
+                raise UserError(f"{where}: tensor {name} is missing beside {divisors[0]}; convert the model again")
+        short, long = (_divisors(gguf, f"rope_factors_{length}.weight", rotated) for length in ("short", "long"))
+        attention = f"{architecture}.rope.scaling.attn_factor" in gguf.metadata
+        factor = number("rope.scaling.attn_factor", float) if attention else None
+        return rope | _longrope(short, long, original, factor)
+    if kind == "longrope":
+        raise UserError(f"{where}: tensor rope_factors_long.weight is missing; convert the model again")
+
+    # As llama.cpp reads them: a factor without a type is linear (`scale_linear` is its older name), a type without one is 1.
+    factor = number("rope.scaling.factor", float, 0.0) or number("rope.scale_linear", float, 0.0)
+    if kind == "none" or factor in (0.0, 1.0):
+        return rope
+    if not factor > 0:
+        raise UserError(f"{where}: {architecture}.rope.scaling.factor must be above 0, got {factor}")
+    rope |= {"rope_type": kind or "linear", "factor": factor}
+    if kind == "yarn":
+        extrapolation = number("rope.scaling.yarn_ext_factor", float, 1.0)
+        if extrapolation != 1 and extrapolation >= 0:  # negative is "not set"
+            key = f"{architecture}.rope.scaling.yarn_ext_factor"
+            raise UserError(f"{where}: {key}={extrapolation} is not supported (only 1.0)")
+        rope["original_max_position_embeddings"] = original
+        names = {"yarn_attn_factor": "attention_factor", "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
+        for key, name in names.items():
+            if f"{architecture}.rope.scaling.{key}" in gguf.metadata:
+                rope[name] = number(f"rope.scaling.{key}", float)
+    return rope
+
+
+def _longrope(short: list[float], long: list[float], original: int, attention_factor: float | None) -> dict[str, Any]:
+    rope = {"rope_type": "longrope", "short_factor": short, "long_factor": long, "original_max_position_embeddings": original}
+    return rope if attention_factor is None else rope | {"attention_factor": attention_factor}
+
+
+def _divisors(gguf: GgufFile, name: str, rotated: int) -> list[float]:
+    shape = gguf.tensors[name].shape
+    if shape != (rotated // 2,):
+        raise UserError(f"{gguf.path}: tensor {name} is {list(shape)}, wanted [{rotated // 2}], one divisor a RoPE frequency")
+    divisors = gguf.read(name)
+    if not np.all(np.isfinite(divisors) & (divisors > 0)):
+        raise UserError(f"{gguf.path}: tensor {name} holds a divisor that is not above 0; fetch the file again")
+    return divisors.tolist()
