@@ -26,7 +26,7 @@ def test_a_sound_model_passes(capsys):
     assert doctor.main(["--num-tokens", "100", "--compare-with-transformers"]) == 0
     out = capsys.readouterr().out
     assert out.count("ok") >= 7 and "FAILED" not in out
-    for fact in ("llama", "6, 3 key-value heads, head dim 32", "default, theta 10000", "92 read", "<|endoftext|>"):
+    for fact in ("llama", "6, 3 key-value heads, head dim 32", "default, theta 10,000", "92 read", "<|endoftext|>"):
         assert fact in out
 
 
@@ -38,7 +38,7 @@ def test_facts_are_those_of_the_files(folder):
     loaded = load(str(folder), "bfloat16")
     facts = dict(doctor.understood(open_checkpoint(folder), loaded))
     (folder / "config.json").write_text(json.dumps(config))
-    assert facts["RoPE"].startswith("yarn, theta 500000, factor 4.0, original_max_position_embeddings 512")
+    assert facts["RoPE"].startswith("yarn, theta 500,000, factor 4.0, original_max_position_embeddings 512")
     assert facts["context"] == "4,096 tokens, sliding window: none"
     assert facts["KV cache"] == f"{2 * 10 * 3 * 32 * 2:,} bytes a token"
     assert "bfloat16" in facts["runs on"] and facts["weights"].startswith("2,639,808: float32 10 MiB, float16 5 MiB")

@@ -14,28 +14,27 @@ fail on how an answer begins, so the opener belongs to the question, and what is
 `answer_opener=None` nothing stands there and each of `openers` is admitted before the value.
 
 Examples are made by a seeded generator, the same bytes on every platform, or read from lost-in-the-middle's files
-(`kv-retrieval-75_keys.jsonl.gz`: lines of ordered_kv_records, key, value). Every example belongs to `search` (40 %) or
-`test` (60 %) by a hash of its gold key alone: the two never overlap, whatever the seeds, counts and files. `all` is both.
+(`kv-retrieval-75_keys.jsonl.gz`, 140 and 300: lines of ordered_kv_records, key, value). Every example belongs to `search`
+(40 %) or `test` (60 %) by a hash of its gold key alone: the two never overlap, whatever the seeds, counts and files. `all` is
+both.
 """
 
-import gzip
-import hashlib
-import json
 import random
 import uuid
-import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from lpes_jax.errors import UserError
-from lpes_jax.tasks.prompts import Prompt, Split
+from lpes_jax.tasks.data import content_id, json_rows, split_of, take
+from lpes_jax.tasks.metrics import substring
+from lpes_jax.tasks.prompts import Generation, Prompt, Split
 from lpes_jax.tasks.prompts import position as position_of
 
-TEMPLATE = (
-    "Extract the value corresponding to the specified key in the JSON object below.\n\n"
-    'JSON data:\n{{{records}}}\n\nKey: "{key}"\nCorresponding value:'
-)
+INSTRUCTION = "Extract the value corresponding to the specified key in the JSON object below.\n\n"
+TEMPLATE = INSTRUCTION + 'JSON data:\n{{{records}}}\n\nKey: "{key}"\nCorresponding value:'
+QUERY_AWARE_TEMPLATE = INSTRUCTION + 'Key: "{key}"\n\n' + TEMPLATE.removeprefix(INSTRUCTION)
+ROW = "a lost-in-the-middle row (ordered_kv_records as pairs of strings, key, value)"
 
 
 @dataclass(frozen=True)
@@ -48,18 +47,20 @@ class Example:
 
     @property
     def id(self) -> str:
-        content = json.dumps([self.key, self.value, self.others])
-        return hashlib.sha256(content.encode()).hexdigest()[:16]
+        return content_id(self.key, self.value, self.others)
 
 
 @dataclass(frozen=True)
-class KeyValue:
+class KeyValue(Generation):
     """The task `kv`.
 
     num_pairs: pairs in a prompt; where a file's rows have more, the gold pair and the first others.
     key_length: None for UUIDs (36 characters), or N: keys and values of N lowercase hexadecimal characters.
     data: a .jsonl or .jsonl.gz of lost-in-the-middle; None generates.
     answer_opener: stands at the prompt's end, and the answer is the bare value; None or empty admits `openers` instead.
+    query_aware: the key stands before the data as well (lost-in-the-middle's query-aware contextualization).
+    queries_per_haystack: so many examples in turn ask for different keys of the same pairs, one key a prompt; all of these
+        keys are of the example's split.
 
     Raises UserError for settings that cannot be; `examples` does for a file that cannot be read.
     """
@@ -69,6 +70,8 @@ class KeyValue:
     data: Path | None = None
     answer_opener: str | None = ' "'
     openers: tuple[str, ...] = (" ", ' "')
+    query_aware: bool = False
+    queries_per_haystack: int = 1
 
     name: ClassVar[str] = "kv"
 
@@ -87,8 +90,17 @@ class KeyValue:
                 )
         if self.data is not None and not self.data.is_file():
             raise UserError(f"--data {self.data}: no such file; leave --data out to generate the pairs")
+        if not 1 <= self.queries_per_haystack <= self.num_pairs:
+            raise UserError(
+                f"--queries-per-haystack {self.queries_per_haystack}: one prompt asks for one of its {self.num_pairs} pairs, "
+                "so it goes from 1 to --num-pairs"
+            )
         if not self.answer_opener and not self.openers:
             raise UserError("without --answer-opener at least one of the admitted --openers is needed")
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        return ("substring",)
 
     @property
     def num_items(self) -> int:
@@ -99,23 +111,19 @@ class KeyValue:
         """The same questions with nothing behind "Corresponding value:"; None where nothing is forced already."""
         return replace(self, answer_opener=None) if self.answer_opener else None
 
-    def examples(self, split: Split, count: int, seed: int) -> list[Example]:
+    def examples(self, split: Split, count: int | None, seed: int) -> list[Example]:
         """The first `count` examples of the split.
 
         Generated: example i comes from a random stream of its own, so more examples leave the first ones as they were;
         and more pairs leave the gold pair and the first others as they were. From a file: the rows of the split in the
         file's order; nothing is shuffled, `seed` has no effect.
         """
-        if count < 0:
-            raise UserError(f"--limit must not be negative, got {count}")
         if self.data is None:
-            return [self._generate(split, index, seed) for index in range(count)]
-        rows = [row for row in self._read(self.data) if split in ("all", split_of(row.key))]
-        if len(rows) < count:
-            raise UserError(
-                f"--data {self.data}: {count} examples asked for, its {split!r} split has {len(rows)}; lower --limit"
-            )
-        return rows[:count]
+            if count is None or count < 0:
+                raise UserError(f"--limit must not be negative, got {count}" if count else "generated pairs need a --limit")
+            haystacks = [self._generate(split, index, seed) for index in range(-(-count // self.queries_per_haystack))]
+            return [example for haystack in haystacks for example in haystack][:count]
+        return take(self._read(self.data), split, count, lambda row: split_of(row.key), self.data)
 
     def prompt(self, example: Example, slot: int, position: int | None = None) -> Prompt:
         """The example with its gold pair at `slot`; the other pairs keep their order."""
@@ -124,7 +132,7 @@ class KeyValue:
         records.insert(slot, (example.key, example.value))
         # Not json.dumps: the original writes the strings as they are, one pair a line.
         lines = ",\n ".join(f'"{key}": "{value}"' for key, value in records)
-        text = TEMPLATE.format(records=lines, key=example.key)
+        text = (QUERY_AWARE_TEMPLATE if self.query_aware else TEMPLATE).format(records=lines, key=example.key)
         forced = self.answer_opener or ""
         return Prompt(
             text=text + forced,
@@ -136,18 +144,28 @@ class KeyValue:
             num_items=self.num_pairs,
         )
 
-    def _generate(self, split: Split, index: int, seed: int) -> Example:
+    def score(self, output: str, prompt: Prompt) -> dict[str, float]:
+        """lost-in-the-middle's accuracy: the value stands anywhere in the output."""
+        return {"substring": float(substring(output, prompt.gold))}
+
+    def _generate(self, split: Split, index: int, seed: int) -> list[Example]:
         # Seeding with a string goes through SHA-512, and getrandbits is the bare Mersenne Twister: the same everywhere.
         rng = random.Random(f"lpes kv {seed} {split} {index}")
-        key, value = self._draw(rng), self._draw(rng)
-        while split not in ("all", split_of(key)):
-            key = self._draw(rng)
-        others: dict[str, str] = {}
-        while len(others) < self.num_pairs - 1:
+        golds: dict[str, str] = {}
+        while len(golds) < self.queries_per_haystack:
+            key, value = self._draw(rng), self._draw(rng)
+            while key in golds or split not in ("all", split_of(key)):
+                key = self._draw(rng)
+            golds[key] = value
+        records: dict[str, str] = dict(golds)
+        while len(records) < self.num_pairs:
             other, other_value = self._draw(rng), self._draw(rng)
-            if other != key and other not in others:
-                others[other] = other_value
-        return Example(key, value, tuple(others.items()))
+            if other not in records:
+                records[other] = other_value
+        pairs = list(records.items())
+        if self.queries_per_haystack > 1:  # or the pairs that another prompt asks for would always come first
+            pairs = [pairs.pop(rng.getrandbits(32) % len(pairs)) for _ in records]
+        return [_asked(pairs, gold) for gold in golds.items()]
 
     def _draw(self, rng: random.Random) -> str:
         if self.key_length is None:
@@ -155,32 +173,24 @@ class KeyValue:
         return f"{rng.getrandbits(4 * self.key_length):0{self.key_length}x}"
 
     def _read(self, path: Path) -> list[Example]:
-        rows: dict[Example, int] = {}
-        number = 0
-        try:
-            with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
-                for number, line in enumerate(lines, 1):
-                    if not line.strip():
-                        continue
-                    row = self._parse(line, f"--data {path}, line {number}")
-                    if row in rows:
-                        raise UserError(f"--data {path}, line {number}: the same example as line {rows[row]}; remove one")
-                    rows[row] = number
-        except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-            raise UserError(f"--data {path}: not readable as .jsonl or .jsonl.gz after line {number} ({error})") from error
-        return list(rows)
+        seen: dict[Example, str] = {}
+        examples: list[Example] = []
+        for where, row in json_rows(path, ("ordered_kv_records", "key", "value"), ROW):
+            asked = self._parse(row, where)
+            if asked[0] in seen:
+                raise UserError(f"{where}: the same example as {seen[asked[0]]}; remove one")
+            seen[asked[0]] = where.rpartition(", ")[2]
+            examples += asked
+        return examples
 
-    def _parse(self, line: str, where: str) -> Example:
+    def _parse(self, row: dict[str, Any], where: str) -> list[Example]:
+        key, value = row["key"], row["value"]
         try:
-            row = json.loads(line)
-            records = [(key, value) for key, value in row["ordered_kv_records"]]
-            key, value = row["key"], row["value"]
+            records = [(other, other_value) for other, other_value in row["ordered_kv_records"]]
             if not all(isinstance(text, str) for record in [*records, (key, value)] for text in record):
                 raise TypeError("not strings")
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise UserError(
-                f"{where}: not a lost-in-the-middle row (ordered_kv_records as pairs of strings, key, value)"
-            ) from error
+        except (ValueError, TypeError) as error:
+            raise UserError(f"{where}: not {ROW}") from error
         keys = [other for other, _ in records]
         if len(set(keys)) < len(keys):
             repeated = next(other for other in keys if keys.count(other) > 1)
@@ -189,10 +199,16 @@ class KeyValue:
             raise UserError(f"{where}: the pair asked for ({key!r}) is not among ordered_kv_records; add it or remove the line")
         if len(records) < self.num_pairs:
             raise UserError(f"{where}: {len(records)} pairs, but --num-pairs is {self.num_pairs}; use at most {len(records)}")
-        records.remove((key, value))
-        return Example(key, value, tuple(records[: self.num_pairs - 1]))
+        others = [record for record in records if record != (key, value)][: self.num_pairs - 1]
+        kept = [record for record in records if record == (key, value) or record in others]
+        golds = [(key, value), *(record for record in others if split_of(record[0]) == split_of(key))]
+        if len(golds) < self.queries_per_haystack:
+            raise UserError(
+                f"{where}: only {len(golds)} of its keys are of the same split as the one asked for; "
+                f"use --queries-per-haystack {len(golds)} or less"
+            )
+        return [_asked(kept, gold) for gold in golds[: self.queries_per_haystack]]
 
 
-def split_of(key: str) -> Split:
-    """`search` for 2 in 5 gold keys, `test` for the others: a hash of the key and nothing else."""
-    return "search" if int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") % 5 < 2 else "test"
+def _asked(pairs: list[tuple[str, str]], gold: tuple[str, str]) -> Example:
+    return Example(*gold, tuple(pair for pair in pairs if pair != gold))

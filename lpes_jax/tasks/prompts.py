@@ -3,21 +3,40 @@
     task = KeyValue(num_pairs=50)
     examples = task.examples("test", count=500, seed=0)
     prompts = [task.prompt(example, slot(p, task.num_items), p) for example in examples for p in (0, 25, 50, 75, 100)]
-    encoded = encode(prompts, tokenizer, window=8192)
+    fitted = fit(prompts, tokenizer, window=8192, max_prompt_tokens=task.max_prompt_tokens, new_tokens=task.max_new_tokens)
+    encoded = encode(fitted.prompts, tokenizer, window=8192)
+    scores = [task.score(output, prompt) for output, prompt in zip(outputs, fitted.prompts)]
 
 A prompt holds n items (key-value pairs, documents); the fact asked for is the item at one slot, 0 ... n-1. Positions are
 percent: 0 begin, 50 middle, 100 end.
+
+A task is decided by `generation` (an output is generated text) or by `options` (an output is the likeliest of a prompt's
+options, whose log-likelihoods come from the prompts that `option_prompts` gives).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, TypeVar, runtime_checkable
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from lpes_jax.errors import UserError
 
 Split = Literal["search", "test", "all"]
+Overlength = Literal["error", "skip"]
 Tokenizer = Callable[[list[str]], Mapping[str, Any]]  # as transformers' are: texts -> {"input_ids": a list of ids for each}
 Example = TypeVar("Example")  # whatever a task makes of one question; only the task itself looks inside
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the benchmark itself shortens a prompt that is too long: the end of text[start:end] goes, `separator` stands there.
+
+    places: the only ends that may be left (of whole few-shot examples, say); empty for any character.
+    """
+
+    start: int
+    end: int
+    separator: str = ""
+    places: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -26,9 +45,14 @@ class Prompt:
 
     text: all that the model reads, a forced opener included.
     answers: the admitted continuations, opener + gold for each admitted opener; just the gold where the opener is forced.
+        Empty where only the generated text counts (summaries).
     gold: the bare answer, for metrics on text.
     example: a stable id (hash of the example's content), the same at every slot, so that results can be paired.
     position, slot, num_items: where the fact stands: in percent, 0-based, and of how many.
+    golds: all bare answers, where there are several; `references` gives them in any case.
+    options: the continuations to choose among, for tasks decided by options.
+    cut, was_cut: how the benchmark shortens this prompt, and whether `fit` did.
+    details: what a record should say of this prompt (the subject, which distractors).
     """
 
     text: str
@@ -38,6 +62,15 @@ class Prompt:
     position: int
     slot: int
     num_items: int
+    golds: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    cut: Cut | None = None
+    was_cut: bool = False
+    details: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    @property
+    def references(self) -> tuple[str, ...]:
+        return self.golds or (self.gold,)
 
 
 @dataclass(frozen=True)
@@ -50,7 +83,14 @@ class EncodedPrompt:
 
 @runtime_checkable
 class Task(Protocol[Example]):
-    """Questions with a fact that can be moved. A task without positions has num_items 1 and slot 0 alone."""
+    """Questions with a fact that can be moved. A task without positions has num_items 1 and slot 0 alone.
+
+    decided_by: what `score` takes: generated text, or the option that the model holds likeliest.
+    metrics: what `score` gives, each in [0, 1]; the first is the task's own.
+    max_new_tokens: tokens to generate, unless the user says otherwise.
+    max_prompt_tokens: the benchmark's own limit of a prompt, kept by `fit`; None where the window is the only one.
+    stop: texts that end an output, besides the model's own end.
+    """
 
     name: ClassVar[str]
 
@@ -58,20 +98,67 @@ class Task(Protocol[Example]):
     def num_items(self) -> int: ...
 
     @property
+    def decided_by(self) -> Literal["generation", "options"]: ...
+
+    @property
+    def metrics(self) -> tuple[str, ...]: ...
+
+    @property
+    def max_new_tokens(self) -> int: ...
+
+    @property
+    def max_prompt_tokens(self) -> int | None: ...
+
+    @property
+    def stop(self) -> tuple[str, ...]: ...
+
+    @property
     def plain(self) -> "Task[Any] | None":
         """The same task without a forced opener behind its prompts; None where nothing is forced."""
         ...
 
-    def examples(self, split: Split, count: int, seed: int) -> list[Example]:
+    def examples(self, split: Split, count: int | None, seed: int) -> list[Example]:
         """The first `count` examples; `search` and `test` never share one, whatever the seeds and counts.
 
-        Raises UserError where there are fewer than `count`.
+        None: all there are, of a task that reads a file. Raises UserError where there are fewer than `count`.
         """
         ...
 
     def prompt(self, example: Example, slot: int, position: int | None = None) -> Prompt:
         """The example with its fact at `slot`; `position` is the percentage asked for (None: the slot's own, rounded)."""
         ...
+
+    def score(self, output: str, prompt: Prompt) -> dict[str, float]:
+        """A figure in [0, 1] for each of `metrics`, of what the model said to one prompt."""
+        ...
+
+
+class Generation:
+    """What the tasks that generate short answers have in common, and other tasks in part."""
+
+    @property
+    def decided_by(self) -> Literal["generation"]:
+        return "generation"
+
+    @property
+    def max_new_tokens(self) -> int:
+        return 100
+
+    @property
+    def max_prompt_tokens(self) -> int | None:
+        return None
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        return ()
+
+
+class Fitted(NamedTuple):
+    """What `fit` gives: the prompts that stay, the ids of the examples left out, and how many prompts were shortened."""
+
+    prompts: list[Prompt]
+    skipped: list[str]
+    num_cut: int
 
 
 def slot(position: int, num_items: int) -> int:
@@ -98,28 +185,97 @@ def encode(prompts: Sequence[Prompt], tokenizer: Tokenizer, window: int) -> list
     + "7f" becomes "value:", " 7f"): greedy generation from the text cannot reach those ids, so that answer is dropped.
     Raises UserError where none is left, and where a prompt with its answer is longer than the window; never cuts.
     """
-    joint_texts = [prompt.text + answer for prompt in prompts for answer in prompt.answers]
-    if not joint_texts:
+    if not prompts:
         return []
+    joint_texts = [prompt.text + answer for prompt in prompts for answer in prompt.answers]
     text_ids = token_ids(tokenizer, [prompt.text for prompt in prompts])
-    joint_ids = iter(token_ids(tokenizer, joint_texts))
+    joint_ids = iter(token_ids(tokenizer, joint_texts) if joint_texts else [])
     encoded = []
     for prompt, ids in zip(prompts, text_ids, strict=True):
         joints = [next(joint_ids) for _ in prompt.answers]
         answers = [joint[len(ids) :] for joint in joints if len(joint) > len(ids) and joint[: len(ids)] == ids]
-        if not answers:
+        if prompt.answers and not answers:
             raise UserError(
                 f"the end of the prompt, {prompt.text[-8:]!r}, merges with the answer {prompt.answers[0]!r} in this tokenizer, "
                 "so no generation could begin with it; choose another --answer-opener"
             )
         encoded.append(EncodedPrompt(ids, answers))
-    longest = max(len(prompt.ids) + max(map(len, prompt.answers)) for prompt in encoded)
+    longest = max(len(prompt.ids) + max(map(len, prompt.answers), default=0) for prompt in encoded)
     if longest > window:
         raise UserError(
             f"the longest prompt with its answer is {longest} tokens and the model's window is {window}; "
             "use fewer items a prompt (--num-pairs)"
         )
     return encoded
+
+
+def fit(
+    prompts: Sequence[Prompt],
+    tokenizer: Tokenizer,
+    window: int,
+    *,
+    max_prompt_tokens: int | None = None,
+    new_tokens: int = 0,
+    overlength: Overlength = "error",
+) -> Fitted:
+    """Prompts that fit: text in `max_prompt_tokens`, and text with `new_tokens` or its longest answer in the window.
+
+    Where the benchmark defines a cut, a prompt that is too long is cut to the most that fits. Any other is an error, or with
+    `skip` its example is left out at every position, so that all positions keep the same questions.
+    """
+    budget = min(window - new_tokens, window if max_prompt_tokens is None else max_prompt_tokens)
+    fitted, skipped, longest = [], dict[str, None](), 0
+    for prompt, tokens in zip(prompts, _num_tokens(tokenizer, [prompt.text for prompt in prompts]), strict=True):
+        if tokens > budget and prompt.cut is not None:
+            prompt, tokens = _cut(prompt, prompt.cut, tokens, tokenizer, budget)
+        answered = max(_num_tokens(tokenizer, [prompt.text + answer for answer in prompt.answers]), default=0)
+        if tokens > budget or answered > window:
+            longest = max(longest, tokens, answered)
+            skipped[prompt.example] = None
+        fitted.append(prompt)
+    if skipped and overlength == "error":
+        limit = f"the model's window of {window}" + (f" less {new_tokens} to generate" if new_tokens else "")
+        if max_prompt_tokens is not None:
+            limit = f"the smaller of {limit} and the task's own {max_prompt_tokens}"
+        raise UserError(
+            f"{len(skipped)} questions are too long: up to {longest} tokens, more than {limit}; use fewer items a prompt, "
+            "or leave these questions out with --overlength skip"
+        )
+    fitted = [prompt for prompt in fitted if prompt.example not in skipped]
+    return Fitted(fitted, list(skipped), sum(prompt.was_cut for prompt in fitted))
+
+
+def _cut(prompt: Prompt, cut: Cut, tokens: int, tokenizer: Tokenizer, budget: int) -> tuple[Prompt, int]:
+    # Interpolates between an end that fits and one that does not: tokens grow almost evenly with the text.
+    def text(at: int) -> str:
+        return prompt.text[: ends[at]] + cut.separator + prompt.text[cut.end :]
+
+    ends = cut.places or range(cut.start, cut.end + 1)
+    low, high, high_tokens = 0, len(ends) - 1, tokens
+    [low_tokens] = _num_tokens(tokenizer, [text(low)])
+    while high - low > 1 and low_tokens < budget:
+        step = (high - low) * (budget - low_tokens) // (high_tokens - low_tokens) if high_tokens > low_tokens else 0
+        middle = low + min(max(step, 1), high - low - 1)
+        [middle_tokens] = _num_tokens(tokenizer, [text(middle)])
+        if middle_tokens <= budget:
+            low, low_tokens = middle, middle_tokens
+        else:
+            high, high_tokens = middle, middle_tokens
+    return replace(prompt, text=text(low), was_cut=True), low_tokens
+
+
+def _num_tokens(tokenizer: Tokenizer, texts: list[str]) -> list[int]:
+    return [len(ids) for ids in token_ids(tokenizer, texts)] if texts else []
+
+
+def option_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Each prompt once for each of its options, with that option as its only answer: what a scorer reads of such a task."""
+    return [replace(prompt, answers=(option,)) for prompt in prompts for option in prompt.options]
+
+
+def continuation(text: str, answer: str) -> str:
+    """The answer as it stands behind the text: a space between them where the text does not end in white space."""
+    return answer if text[-1:].isspace() else f" {answer}"
 
 
 def token_ids(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:

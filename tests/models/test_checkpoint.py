@@ -254,6 +254,53 @@ def test_what_follows_from_the_rest_may_be_there_or_not(tmp_path):
     assert_same(load_llama(open_checkpoint(tmp_path), "float32"), plain)
 
 
+def test_a_head_that_differs_is_taken_though_the_config_says_tied(tmp_path):
+    """As transformers does: it ties where the two tensors are equal, or one is missing."""
+    tensors = write_folder(tmp_path, replace(CONFIG, tie_word_embeddings=True))
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] * 2
+    save_file(tensors, tmp_path / "model.safetensors")
+    model = load_llama(open_checkpoint(tmp_path), "float32")
+    assert model.config == CONFIG and model.head is not None
+    np.testing.assert_array_equal(model.head[...], tensors["lm_head.weight"].T)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][:5]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"lm_head.weight is \[5, 20\], wanted \[48, 20\]"):
+        load_llama(open_checkpoint(tmp_path), "float32")
+
+
+def test_a_head_that_is_missing_is_no_tied_one(tmp_path):
+    tensors = write_folder(tmp_path)
+    del tensors["lm_head.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="1 missing: lm_head.weight"):
+        load_llama(open_checkpoint(tmp_path), "float32")
+
+
+def test_parts_of_fused_tensors(tmp_path):
+    """Phi-3: queries, keys and values lie below one another in one tensor, gate and up in another."""
+    config = replace(CONFIG, model_type="phi3")
+    tensors = write_folder(tmp_path, config)
+    for layer in range(3):
+        at, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
+        fused = [tensors.pop(f"{at}{name}_proj.weight") for name in "qkv"]
+        tensors[f"{at}qkv_proj.weight"] = np.concatenate(fused)
+        tensors[f"{mlp}gate_up_proj.weight"] = np.concatenate([tensors.pop(f"{mlp}{n}_proj.weight") for n in ("gate", "up")])
+    save_file(tensors, tmp_path / "model.safetensors")
+    whole = load_llama(open_checkpoint(tmp_path), "float32")
+    qkv, gate_up = tensors["model.layers.2.self_attn.qkv_proj.weight"], tensors["model.layers.2.mlp.gate_up_proj.weight"]
+    assert qkv.shape == (32 + 16 + 16, 20) and gate_up.shape == (2 * 24, 20)
+    np.testing.assert_array_equal(whole.layers.query[2], qkv[:32].T)
+    np.testing.assert_array_equal(whole.layers.key[2], qkv[32:48].T)
+    np.testing.assert_array_equal(whole.layers.value[2], qkv[48:].T)
+    np.testing.assert_array_equal(whole.layers.gate[2], gate_up[:24].T)
+    np.testing.assert_array_equal(whole.layers.up[2], gate_up[24:].T)
+    shard(tmp_path)
+    assert_same(load_llama(open_checkpoint(tmp_path), "float32"), whole)
+    save_file(tensors | {"model.layers.2.self_attn.qkv_proj.weight": qkv[:60]}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"model.layers.2.self_attn.qkv_proj.weight is \[60, 20\], wanted \[64, 20\]"):
+        load_llama(open_checkpoint(tmp_path), "float32")
+
+
 def test_pickles_are_never_opened(tmp_path):
     class Bomb:
         def __reduce__(self):
@@ -271,6 +318,38 @@ def test_short_weight_files_are_refused(tmp_path, keep):
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
     with pytest.raises(UserError, match="model.safetensors: .*fetch it again"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["longer", "header-of-2**60", "header-beyond-the-file", "shape-of-2**60"])
+def test_weight_files_that_contradict_themselves_are_refused_at_once(tmp_path, damage):
+    write_folder(tmp_path)
+    file = tmp_path / "model.safetensors"
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header[Q_PROJ]["shape"] = [2**60, 20]
+    huge = json.dumps(header).encode()
+    file.write_bytes(
+        {
+            "longer": content + bytes(16),
+            "header-of-2**60": (2**60).to_bytes(8, "little") + content[8:],
+            "header-beyond-the-file": len(content).to_bytes(8, "little") + content[8:],
+            "shape-of-2**60": len(huge).to_bytes(8, "little") + huge + content[8 + length :],
+        }[damage]
+    )
+    with pytest.raises(UserError, match="model.safetensors: .*fetch it again"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_tensor_in_two_shards_is_refused(tmp_path):
+    write_folder(tmp_path)
+    index = shard(tmp_path)
+    files = sorted(set(index["weight_map"].values()))
+    tensors = [load_file(tmp_path / file) for file in files]
+    name = next(iter(tensors[0]))
+    save_file(tensors[1] | {name: tensors[0][name] + 1}, tmp_path / files[1])
+    with pytest.raises(UserError, match=f"{files[1]}: also in {files[0]}: {name}"):
         open_checkpoint(tmp_path)
 
 

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from family_models import FAMILIES, ROPES, hf_config, weights_of, write_folder
+from family_models import CASES, FAMILIES, ROPES, hf_config, weights_of, write_folder
 from flax import nnx
 from safetensors.numpy import load_file
 
@@ -36,13 +36,6 @@ CLOSE = 1e-4
 FACTORS = [1.0, 1.7, 1.3, 2.2]
 LENGTHS, NEW = [12, 7, 10], 4
 TOKENS = [0, 3, 17, 42, 77, 127]  # recorded logits
-
-CASES = [
-    (family, rope)
-    for family in FAMILIES
-    for rope in ROPES
-    if "phi3" not in family or rope == "default" or rope.startswith("longrope")  # it has no other kinds
-]
 # Each family, and each kind once, are recorded.
 GOLDEN_CASES = [case for case in CASES if case[1] == "default" or case[0] in ("llama", "phi3-partial")]
 

@@ -14,14 +14,16 @@ from lpes_jax.models.llama.model import hidden_states, output_logits
 from lpes_jax.rope import RopeParameters, RopeTable, inverse_frequencies, rope_table, scale_layers
 
 
-def exact_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """softmax(q k^T / sqrt(D) + causal mask) v, one head at a time, in float64."""
+def exact_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, window: int | None = None) -> np.ndarray:
+    """softmax(q k^T / sqrt(D) + causal mask) v, one head at a time, in float64; a query sees the last `window` keys."""
     q, k, v = (np.asarray(array, np.float64) for array in (q, k, v))
     shared = q.shape[2] // k.shape[2]
     out = np.zeros_like(q)
     for row, head in np.ndindex(q.shape[0], q.shape[2]):
         logits = q[row, :, head] @ k[row, :, head // shared].T / np.sqrt(q.shape[-1])
         logits[np.triu_indices(len(logits), 1)] = -np.inf
+        if window is not None:
+            logits[np.tril_indices(len(logits), -window)] = -np.inf
         weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
         out[row, :, head] = weights / weights.sum(axis=-1, keepdims=True) @ v[row, :, head // shared]
     return out
@@ -68,6 +70,58 @@ def test_blocked_attention_equals_plain(batch, length, heads, kv_heads, block):
     np.testing.assert_allclose(jax.jit(blocked_attention, static_argnums=3)(q, k, v, block), wanted, atol=1e-5)
     if block == 128:
         np.testing.assert_allclose(jax.jit(causal_attention)(q, k, v), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "length, block, window", [(147, 7, 5), (147, 7, 33), (147, 7, 146), (65, 64, 1), (65, 64, 64), (20, 128, 2)]
+)
+def test_windowed_attention_equals_plain(length, block, window):
+    """A window of w is w keys, the query's own among them; spans, blocks and windows end in all combinations."""
+    q, k, v = qkv(2, length, 4, 2, 8)
+    out = jax.jit(blocked_attention, static_argnums=(3, 4))(q, k, v, block, window)
+    np.testing.assert_allclose(out, exact_attention(q, k, v, window), atol=1e-5)
+
+
+def test_a_window_as_long_as_the_text_is_none():
+    q, k, v = qkv(2, 40, 4, 2, 8)
+    plain = str(jax.make_jaxpr(causal_attention)(q, k, v))
+    for window, same in ((39, False), (40, True), (4096, True)):
+        assert (str(jax.make_jaxpr(lambda *qkv, w=window: causal_attention(*qkv, w))(q, k, v)) == plain) == same
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="cuDNN runs on a GPU alone")
+@pytest.mark.parametrize("window", [1, 17, 64, 200, None])
+def test_windows_of_cudnn_are_ours(window):
+    """Also as the layers call it: in a branch, under vmap."""
+    q, k, v = qkv(2, 200, 4, 2, 64, jnp.bfloat16)
+    wanted = exact_attention(q, k, v, window)
+
+    @jax.jit
+    @jax.vmap
+    def attend(q, k, v):
+        return jax.lax.cond(jnp.bool_(True), lambda *qkv: causal_attention(*qkv, window), causal_attention, q, k, v)
+
+    assert "cudnn" in attend.lower(q[None], k[None], v[None]).as_text()
+    np.testing.assert_allclose(np.asarray(attend(q[None], k[None], v[None])[0], np.float64), wanted, atol=0.06)
+
+
+def test_cached_attention_sees_the_window():
+    q, k, v = qkv(3, 20, 6, 2, 8)
+    at = jnp.array([0, 6, 19])
+    for window in (1, 4, 20, 50):
+        full = exact_attention(q, k, v, window)[np.arange(3), np.asarray(at)]
+        last = cached_attention(q[jnp.arange(3), at][:, None], k, v, at + 1, jnp.int32(window))
+        np.testing.assert_allclose(last[:, 0], full, atol=1e-5)
+
+
+def test_windows_skip_what_they_hide():
+    """Of 4,096 positions with a window of 256, far fewer products are computed."""
+    shapes = [jax.ShapeDtypeStruct((1, 4096, heads, 32), jnp.float32) for heads in (4, 2, 2)]
+    costs = [
+        jax.jit(blocked_attention, static_argnums=(3, 4)).lower(*shapes, 512, window).compile().cost_analysis()["flops"]
+        for window in (None, 256)
+    ]
+    assert costs[1] < 0.6 * costs[0]
 
 
 def test_blocked_attention_a_few_rows_at_a_time(monkeypatch):
@@ -126,6 +180,29 @@ def test_the_model_never_holds_all_logits(tiny_model):
 
     compiled = jax.jit(run).lower(tiny_model, tokens, table.inv_freq, table.attention_scaling).compile()
     assert 0 < compiled.memory_analysis().temp_size_in_bytes < batch * 6 * length * length * 4 / 4
+
+
+@pytest.mark.parametrize("windows", [{}, {"sliding_window": 8, "sliding_layers": (0, 1, 2)}], ids=["none", "all"])
+def test_equal_windows_need_no_branch(tiny_model, windows):
+    graph, state = nnx.split(tiny_model)
+    model = nnx.merge(graph, state)
+    tokens, table = tokens_of(1, 40), table_of(model)
+    model.config = replace(tiny_model.config, **windows)
+    assert "cond[" not in str(jax.make_jaxpr(hidden_states)(model, tokens, table))
+    model.config = replace(tiny_model.config, sliding_window=8, sliding_layers=(1,))
+    assert "cond[" in str(jax.make_jaxpr(hidden_states)(model, tokens, table))
+    assert "cond[" not in str(jax.make_jaxpr(hidden_states)(model, tokens[:, :8], table))
+
+
+def test_windows_beyond_the_text_change_no_bit(tiny_model):
+    graph, state = nnx.split(tiny_model)
+    windowed, tokens = nnx.merge(graph, state), tokens_of(2, 40)
+    plain = lj.logits(tiny_model, tokens)
+    windowed.config = replace(tiny_model.config, sliding_window=40, sliding_layers=(0, 2))
+    np.testing.assert_array_equal(lj.logits(windowed, tokens), plain)
+    windowed.config = replace(tiny_model.config, sliding_window=39, sliding_layers=(0, 2))
+    changed = np.abs(lj.logits(windowed, tokens) - plain).max(axis=(0, 2))
+    assert changed[:39].max() < 1e-3 < 1e-2 < changed[39]  # the last position alone no longer sees the first
 
 
 def test_padding_on_the_right_changes_nothing(tiny_model):

@@ -1,0 +1,234 @@
+"""Multi-document question answering of lost-in-the-middle (Liu et al., 2024): one of n Wikipedia passages has the answer.
+
+    Write a high-quality answer for the given question using only the provided search results (some of which might be
+    irrelevant).
+
+    Document [1](Title: List of Nobel laureates in Physics) The first Nobel Prize in Physics was awarded in 1901 to ...
+    Document [2](Title: ...) ...
+
+    Question: who got the first nobel prize in physics
+    Answer:
+
+The template is theirs to the byte (the instruction is one line there). The gold document stands at any slot, the others keep
+their order, and all are numbered as they stand in the prompt: numbers kept from the file, as in some later code, tell which
+one is gold.
+
+Files are lost-in-the-middle's, .jsonl or .jsonl.gz: question, answers, ctxs (title, text, isgold). With `distractors="random"`
+prompts of any size are made from `nq-open-oracle.jsonl.gz`, its 2,655 questions with their gold passages alone: the other
+passages are gold for other questions and contain none of the answers.
+
+A question belongs to `search` (7 in 9) or `test` (2 in 9) by a hash of the normalised question alone, so the two share none,
+whatever the files, seeds and counts. Of the 2,655 questions 2,091 are for searching (the paper's Appendix C draws 2,000) and
+564 for testing (the paper measures on 500). Random distractors come from passages of the example's own split.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from lpes_jax.errors import UserError
+from lpes_jax.tasks.data import content_id, json_rows, need_file, split_of, take
+from lpes_jax.tasks.metrics import FirstLine, best_subspan_em, contains, normalise
+from lpes_jax.tasks.prompts import Generation, Prompt, Split
+from lpes_jax.tasks.prompts import position as position_of
+
+INSTRUCTION = (
+    "Write a high-quality answer for the given question using only the provided search results "
+    "(some of which might be irrelevant)."
+)
+RANDOM_ORDER = " The search results are ordered randomly."
+SOURCE = "the files are in nelson-liu/lost-in-the-middle, qa_data/"
+ROW = "a lost-in-the-middle row (question, answers, ctxs with title, text and isgold, one of them gold)"
+
+
+@dataclass(frozen=True)
+class Document:
+    """A passage. `id` says which one: the file's own id, or the 0-based row whose gold document it is."""
+
+    title: str
+    text: str
+    id: str | None = None
+
+
+@dataclass(frozen=True)
+class Example:
+    """A question, its gold answers, its gold document, and the other documents in their order."""
+
+    question: str
+    answers: tuple[str, ...]
+    gold: Document
+    distractors: tuple[Document, ...]
+
+    @property
+    def id(self) -> str:
+        documents = [(document.title, document.text) for document in (self.gold, *self.distractors)]
+        return content_id(self.question, self.answers, documents)
+
+
+@dataclass(frozen=True)
+class MultiDocumentQA(Generation):
+    """The task `mdqa`.
+
+    data: a .jsonl or .jsonl.gz of lost-in-the-middle.
+    num_documents: documents in a prompt; where a file's rows have more, the gold one and the first others.
+    distractors: `file`: those of the row. `random`: other questions' gold documents, none with an answer in it.
+    mode: `documents`; `oracle`: the gold document alone; `closed_book`: the question alone.
+    query_aware: the question stands before the documents as well.
+    random_order: the distractors are shuffled, and the instruction says so.
+    first_line: `stripped`: the first line behind leading white space is scored; `original`: the first line, even if empty;
+        `all`: the whole output.
+    empty_golds_match: an answer that normalises to nothing counts as found, as in the original; else it never does.
+    unicode_normalise: scoring ignores accents and punctuation outside ASCII.
+
+    Raises UserError for settings that cannot be; `examples` does for a file that cannot be read.
+    """
+
+    data: Path | None = None
+    num_documents: int = 10
+    distractors: Literal["file", "random"] = "file"
+    mode: Literal["documents", "oracle", "closed_book"] = "documents"
+    query_aware: bool = False
+    random_order: bool = False
+    first_line: FirstLine = "stripped"
+    empty_golds_match: bool = False
+    unicode_normalise: bool = False
+
+    name: ClassVar[str] = "mdqa"
+
+    def __post_init__(self):
+        need_file(self.data, SOURCE)
+        if self.num_documents < 1:
+            raise UserError(f"--num-documents must be at least 1, got {self.num_documents}")
+        if self.query_aware and self.random_order:
+            raise UserError("--query-aware and --random-order: lost-in-the-middle has no prompt with both; leave one out")
+
+    @property
+    def num_items(self) -> int:
+        return self.num_documents if self.mode == "documents" else 1
+
+    @property
+    def plain(self) -> None:
+        return None
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        return ("best_subspan_em", "best_subspan_em_bounded", "best_subspan_em_original")
+
+    def examples(self, split: Split, count: int | None, seed: int) -> list[Example]:
+        """The first `count` questions of the split in the file's order; `seed` draws or shuffles distractors, no more."""
+        assert self.data is not None
+        rows = self._read(self.data)
+        chosen = take(rows, split, count, lambda row: question_split(row.question), self.data)
+        if self.mode != "documents":
+            return [Example(row.question, row.answers, row.gold, ()) for row in chosen]
+        if self.distractors == "random":
+            draw = self._random_distractors(rows, seed)
+            chosen = [Example(row.question, row.answers, row.gold, draw(row)) for row in chosen]
+        if self.random_order:
+            chosen = [Example(row.question, row.answers, row.gold, _shuffled(row, seed)) for row in chosen]
+        return chosen
+
+    def prompt(self, example: Example, slot: int, position: int | None = None) -> Prompt:
+        """The example with its gold document at `slot`; the others keep their order, all are numbered as they stand."""
+        own_position = position_of(slot, self.num_items)  # refuses a slot that is not there
+        documents = list(example.distractors)
+        documents.insert(slot, example.gold)
+        question = f"Question: {example.question}"
+        lines = "\n".join(f"Document [{at}](Title: {it.title}) {it.text}" for at, it in enumerate(documents, 1))
+        instruction = INSTRUCTION + (RANDOM_ORDER if self.random_order else "")
+        parts = [instruction, *([question] if self.query_aware else []), lines, f"{question}\nAnswer:"]
+        return Prompt(
+            text=parts[-1] if self.mode == "closed_book" else "\n\n".join(parts),
+            answers=tuple(dict.fromkeys(f" {answer}" for answer in example.answers)),
+            gold=example.answers[0],
+            example=example.id,
+            position=own_position if position is None else position,
+            slot=slot,
+            num_items=self.num_items,
+            golds=example.answers,
+            details={"distractors": [it.id for it in example.distractors]} if self.distractors == "random" else {},
+        )
+
+    def score(self, output: str, prompt: Prompt) -> dict[str, float]:
+        """Substring of the first line by these settings, the same at word ends only, and lost-in-the-middle's own."""
+        golds, own = prompt.references, {"rule": self.first_line, "empty_golds_match": self.empty_golds_match}
+        original = best_subspan_em(output, golds, rule="original", empty_golds_match=True)
+        return {
+            "best_subspan_em": float(best_subspan_em(output, golds, **own, unicode=self.unicode_normalise)),
+            "best_subspan_em_bounded": float(
+                best_subspan_em(output, golds, **own, unicode=self.unicode_normalise, bounded=True)
+            ),
+            "best_subspan_em_original": float(original),
+        }
+
+    def _read(self, path: Path) -> list[Example]:
+        examples: dict[str, Example] = {}
+        wanted = self.num_documents - 1 if self.mode == "documents" and self.distractors == "file" else 0
+        for number, (where, row) in enumerate(json_rows(path, ("question", "answers", "ctxs"), ROW)):
+            example = _parse(row, number, where)
+            if len(example.distractors) < wanted:
+                raise UserError(
+                    f"{where}: {len(example.distractors) + 1} documents, but --num-documents is {self.num_documents}; "
+                    f"use at most {len(example.distractors) + 1}, or --distractors random"
+                )
+            if examples.setdefault(normalise(example.question), example) is not example:
+                raise UserError(f"{where}: the question {example.question!r} stands in an earlier line too; remove one")
+            examples[normalise(example.question)] = Example(
+                example.question, example.answers, example.gold, example.distractors[:wanted]
+            )
+        return list(examples.values())
+
+    def _random_distractors(self, rows: list[Example], seed: int) -> Callable[[Example], tuple[Document, ...]]:
+        pools: dict[Split, dict[str, tuple[Document, str]]] = {"search": {}, "test": {}}
+        for row in rows:  # a passage may be gold for several questions; it stands in a prompt once
+            passage = (row.gold, normalise(f"{row.gold.title} {row.gold.text}"))
+            pools[question_split(row.question)].setdefault(row.gold.text, passage)
+
+        def draw(row: Example) -> tuple[Document, ...]:
+            split = question_split(row.question)
+            rng = random.Random(f"lpes mdqa {seed} {normalise(row.question)}")
+            left, found = list(pools[split].values()), []
+            while len(found) < self.num_documents - 1:
+                if not left:
+                    raise UserError(
+                        f"--num-documents {self.num_documents}: only {len(found)} other passages of the {split!r} split of "
+                        f"{self.data} have no answer to {row.question!r}; use fewer documents"
+                    )
+                document, text = left.pop(rng.getrandbits(32) % len(left))
+                if document.text != row.gold.text and not _answers(text, row.answers):
+                    found.append(document)
+            return tuple(found)
+
+        return draw
+
+
+def question_split(question: str) -> Split:
+    """`search` for 7 in 9 questions, `test` for the others."""
+    return split_of(normalise(question), search=7, of=9)
+
+
+def _answers(text: str, answers: tuple[str, ...]) -> bool:
+    # Answers of one or two characters ("5", "S") are inside almost any passage; they count where they stand alone.
+    golds = [normalise(answer) for answer in answers]
+    return any(contains(text, gold, bounded=len(gold) < 3) for gold in golds if gold)
+
+
+def _shuffled(row: Example, seed: int) -> tuple[Document, ...]:
+    rng, left = random.Random(f"lpes mdqa order {seed} {normalise(row.question)}"), list(row.distractors)
+    return tuple(left.pop(rng.getrandbits(32) % len(left)) for _ in row.distractors)
+
+
+def _parse(row: dict[str, Any], number: int, where: str) -> Example:
+    try:
+        question, answers = row["question"], tuple(row["answers"])
+        documents = [(bool(it["isgold"]), it["title"], it["text"], it.get("id")) for it in row["ctxs"]]
+        texts = [question, *answers, *(text for _, *texts in documents for text in texts[:2])]
+        if not answers or not all(isinstance(text, str) for text in texts) or sum(it[0] for it in documents) != 1:
+            raise ValueError
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{where}: not {ROW}") from error
+    [gold] = [Document(title, text, str(number)) for is_gold, title, text, _ in documents if is_gold]
+    others = [Document(title, text, id and str(id)) for is_gold, title, text, id in documents if not is_gold]
+    return Example(question, answers, gold, tuple(others))
