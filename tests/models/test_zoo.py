@@ -11,12 +11,31 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from lpes_jax.curves import authors
 from lpes_jax.errors import UserError
+from lpes_jax.factors import LayerFactors
 from lpes_jax.models import zoo
+from lpes_jax.models.llama import LlamaConfig
+from lpes_jax.models.llama.chat import PROMPT_FORMS
+from lpes_jax.models.llama.checkpoint import save_llama
+from lpes_jax.rope import RopeParameters
 
 WEIGHTS = b"GGUF and more" * 1000
+ZOO = Path(zoo.__file__).parent
+OF_THE_HUB = sorted(file.parent.name for file in ZOO.glob("*/model.json") if "hub_id" in json.loads(file.read_text())["source"])
+FACTORS = sorted(str(file.relative_to(ZOO)) for file in ZOO.glob("*/factors/*.json"))
+# The points that the paper's authors left, and the first layer that each set scales.
+POINTS = {
+    "vicuna-7b-v1.5/factors/authors-mdqa.json": (2, [[4.7, 1.2], [10, 1.35], [19.7, 1.75], [28.8, 1.5]]),
+    "vicuna-7b-v1.5/factors/authors-key-value.json": (2, [[4.7, 1.0], [10, 1.1], [19.7, 1.35], [28.8, 1.2]]),
+    "vicuna-7b-v1.5/factors/authors-ga-32-layers.json": (0, [[4.95, 1.3], [11.6, 1.55], [20.65, 1.5], [21.65, 1.15]]),
+    "vicuna-7b-v1.5/factors/authors-ga-30-layers.json": (2, [[4.7, 1.2], [10, 1.5], [27, 1.7], [28.8, 1.5]]),
+    "llama-2-7b-chat/factors/authors-mean-script.json": (2, [[0.2, 1.0], [6.4, 1.5], [12.3, 1.2], [14.05, 1.1]]),
+}
 
 
 @pytest.fixture
@@ -46,10 +65,80 @@ def write_card(folder: Path, **changes) -> None:
     (folder / "model.json").write_text(json.dumps({"source": source | changes}))
 
 
-def test_the_zoo_holds_smollm2_and_its_card_is_complete():
-    assert "smollm2-135m-instruct" in zoo.names()
+def test_every_folder_is_a_model_with_a_card_and_a_line_in_the_table():
+    assert zoo.names() == sorted(path.name for path in ZOO.iterdir() if path.is_dir() and path.name != "__pycache__")
+    table = (ZOO / "README.md").read_text()
     for name in zoo.names():
-        assert (Path(zoo.__file__).parent / name / "README.md").read_text().startswith(f"# {name}\n")
+        assert (ZOO / name / "README.md").read_text().startswith(f"# {name}\n")
+        assert f"| [{name}]({name}/README.md) |" in table
+
+
+def test_the_zoo_has_the_models_of_the_paper():
+    vicunas = ["vicuna-13b-v1.5", "vicuna-13b-v1.5-16k", "vicuna-7b-v1.5"]
+    assert OF_THE_HUB == ["llama-2-7b-chat", "qwen2.5-7b", "stablebeluga-7b", *vicunas]
+    with pytest.raises(UserError) as error:
+        zoo.resolve("no-such-model")
+    assert ", ".join(zoo.names()) in str(error.value)
+
+
+def expected_config(name: str) -> LlamaConfig:
+    """What model.json says, as a config: it lacks only what the tests do not look at."""
+    expected = json.loads((ZOO / name / "model.json").read_text())["config"]
+    return LlamaConfig(**expected | {"rope": RopeParameters(**expected["rope"])}, rms_norm_eps=1e-5)
+
+
+@pytest.mark.parametrize("name", OF_THE_HUB)
+def test_a_card_says_what_model_json_expects(name):
+    config, model = expected_config(name), json.loads((ZOO / name / "model.json").read_text())
+    card = (ZOO / name / "README.md").read_text()
+    heads = f"{config.num_heads} heads, {config.num_kv_heads} key-value heads, head dim {config.head_dim}"
+    sizes = f"embedding {config.hidden_size:,}, feed-forward {config.intermediate_size:,}"
+    assert f": {config.num_layers} layers, {heads}, {sizes} |" in card
+    assert f"| {config.vocab_size:,} rows;" in card and f"| {config.max_position_embeddings:,} tokens" in card
+    assert config.sliding_window is None and "no sliding window" in card
+    factor = f" factor {config.rope.factor:g}," if config.rope.rope_type == "linear" else ""
+    assert f"RoPE {config.rope.rope_type},{factor} theta {config.rope.rope_theta:,.0f} |" in card
+    layer = config.hidden_size * config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
+    layer += 3 * config.hidden_size * config.intermediate_size + 2 * config.hidden_size
+    layer += config.head_dim * (config.num_heads + 2 * config.num_kv_heads) * config.qkv_bias
+    weights = config.num_layers * layer + (2 * config.vocab_size + 1) * config.hidden_size
+    assert f"| {weights:,}: {weights * 2 / 2**30:.1f} GiB as bfloat16 |" in card
+    assert f"[{model['source']['hub_id']}](https://huggingface.co/{model['source']['hub_id']})" in card
+    assert f"| licence | {model['licence']}" in card
+    form = next(line for line in card.splitlines() if line.startswith("| prompt form |"))
+    assert any(f"`--prompt-form {known}`" in form for known in PROMPT_FORMS) == (name != "qwen2.5-7b")
+
+
+def test_the_points_of_the_authors_are_all_there():
+    assert FACTORS == sorted(POINTS)
+
+
+@pytest.mark.parametrize("file", FACTORS)
+def test_factors_are_the_curve_of_their_control_points(file):
+    found, name = LayerFactors.load(ZOO / file), file.split("/")[0]
+    config, (first, points) = expected_config(name), POINTS[file]
+    assert found.model == {"name": name, "num_layers": config.num_layers, "sha256": None}
+    assert found.for_model(config.num_layers, config.num_kv_heads, config.head_dim) is found
+    assert found.curve == {"type": "authors", "control_points": points, "layers": [first, config.num_layers - 1]}
+    assert found.rope == config.rope.to_hf()
+    assert found.evaluation == {"note": "not measured by us"}
+    assert found.search["by"] == "the paper's authors" and found.search["repository"].startswith("https://")
+    np.testing.assert_array_equal(found.factors[:first], 1)
+    curve = authors(jnp.array(points, jnp.float32), config.num_layers - first)
+    np.testing.assert_allclose(found.factors[first:], curve, atol=2e-6, rtol=0)
+    card = (ZOO / name / "README.md").read_text()
+    assert f"| `{Path(file).relative_to(name)}` | {' '.join(f'({x:g}, {y:g})' for x, y in points)} |" in card
+    assert "not measured by us" in card
+
+
+def test_factors_of_vicuna_are_those_of_the_authors_code():
+    # Worked out from the authors' code by others: layers 2 to 31.
+    wanted = [1.5, 1.524, 1.543, 1.558, 1.569, 1.576, 1.58, 1.58, 1.577, 1.572, 1.564, 1.553, 1.54, 1.525, 1.509, 1.491]
+    wanted += [1.471, 1.451, 1.429, 1.407, 1.385, 1.362, 1.34, 1.317, 1.295, 1.274, 1.254, 1.234, 1.216, 1.2]
+    mdqa = LayerFactors.load(ZOO / "vicuna-7b-v1.5/factors/authors-mdqa.json").factors
+    np.testing.assert_allclose(mdqa[2:], wanted, atol=6e-4, rtol=0)
+    key_value = LayerFactors.load(ZOO / "vicuna-7b-v1.5/factors/authors-key-value.json").factors
+    assert key_value[2:].mean() == pytest.approx(1.1603, abs=6e-5)
 
 
 def test_smollm2_is_the_file_of_the_card(smollm2_path):
@@ -130,23 +219,29 @@ def test_paths_and_what_is_neither(tmp_path, monkeypatch):
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """As much of the hub as a download of org/name needs; other ids do not exist."""
+    """As much of the hub as a download of the models in `repos` needs; org/gated shows its files and hands out none."""
 
-    files = {"config.json": b"{}", "model.safetensors": b"weights", "pytorch_model.bin": b"pickle"}
+    repos = {
+        "org/name": {"config.json": b"{}", "model.safetensors": b"weights", "pytorch_model.bin": b"pickle"},
+        "org/gated": {"config.json": b"{}", "model.safetensors": b"weights"},
+        "org/pickles": {"config.json": b"{}", "pytorch_model-00001-of-00001.bin": b"pickle"},
+    }
     sha = "0123456789abcdef0123456789abcdef01234567"
 
     def do_GET(self) -> None:
         path = self.path.split("?")[0]
-        if path.startswith("/api/models/org/name/tree/"):
-            tree = [
-                {"type": "file", "path": name, "size": len(data), "oid": self.etag(data)} for name, data in self.files.items()
-            ]
+        repo = "/".join(path.removeprefix("/api/models").split("/")[1:3])
+        files = self.repos.get(repo, {})
+        if files and path.startswith(f"/api/models/{repo}/tree/"):
+            tree = [{"type": "file", "path": name, "size": len(data), "oid": self.etag(data)} for name, data in files.items()]
             self.answer(200, json.dumps(tree).encode())
-        elif path in ("/api/models/org/name", "/api/models/org/name/revision/main"):
-            siblings = [{"rfilename": name} for name in self.files]
-            self.answer(200, json.dumps({"id": "org/name", "sha": self.sha, "siblings": siblings}).encode())
-        elif (name := path.removeprefix(f"/org/name/resolve/{self.sha}/")) in self.files:
-            self.answer(200, self.files[name], {"ETag": self.etag(self.files[name]), "X-Repo-Commit": self.sha})
+        elif files and path in (f"/api/models/{repo}", f"/api/models/{repo}/revision/main"):
+            siblings = [{"rfilename": name} for name in files]
+            self.answer(200, json.dumps({"id": repo, "sha": self.sha, "siblings": siblings}).encode())
+        elif files and repo == "org/gated":
+            self.answer(403, b"", {"X-Error-Code": "GatedRepo"})
+        elif (name := path.removeprefix(f"/{repo}/resolve/{self.sha}/")) in files:
+            self.answer(200, files[name], {"ETag": self.etag(files[name]), "X-Repo-Commit": self.sha})
         else:
             self.answer(404, b"", {"X-Error-Code": "RepoNotFound"})
 
@@ -177,12 +272,13 @@ def hub() -> Iterator[str]:
         thread.join()
 
 
-def resolve_from(endpoint: str, name: str, home: Path) -> str:
+def resolve_from(endpoint: str, name: str, home: Path, zoo_folder: Path = ZOO) -> str:
     """What `resolve` prints or refuses in a process of its own: the hub client reads its settings once, at import."""
     script = """
-import sys
+import pathlib, sys
 from lpes_jax.errors import UserError
 from lpes_jax.models import zoo
+zoo._HERE = pathlib.Path(sys.argv[2])
 try:
     print(zoo.resolve(sys.argv[1]))
 except UserError as error:
@@ -190,7 +286,9 @@ except UserError as error:
 """
     environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_") and "proxy" not in key.lower()}
     environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", script, name], capture_output=True, text=True, env=environment, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", script, name, zoo_folder], capture_output=True, text=True, env=environment, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -209,3 +307,40 @@ def test_hub_ids_that_do_not_exist_and_hubs_that_do_not_answer(hub, tmp_path):
     assert said.startswith("error: 'org/absent' is no folder here, and the hub has no such model") and "\n" not in said
     said = resolve_from("http://127.0.0.1:9", "org/absent", tmp_path)
     assert said.startswith("error: 'org/absent' is no folder here, and the hub does not answer") and "\n" not in said
+
+
+def test_hub_models_of_pickles_alone_and_those_behind_a_gate_are_refused(hub, tmp_path):
+    said = resolve_from(hub, "org/pickles", tmp_path)
+    assert said.startswith("error: 'org/pickles' is no folder here, and the hub has no safetensors of it") and "\n" not in said
+    assert "save_pretrained" in said and ".gguf" in said
+    said = resolve_from(hub, "org/gated", tmp_path)
+    assert said.startswith("error: 'org/gated' is no folder here, and the hub gives it only to those") and "\n" not in said
+    assert "hf auth login" in said
+
+
+def test_a_zoo_model_of_the_hub_without_a_network(tmp_path):
+    said = resolve_from("http://127.0.0.1:9", "llama-2-7b-chat", tmp_path)
+    assert said.startswith(
+        "error: llama-2-7b-chat stands for 'meta-llama/Llama-2-7b-chat-hf', and the hub does not answer; "
+        "connect to the network once, or pass a model folder, a .gguf file or a zoo model ("
+    )
+    assert "\n" not in said
+
+
+def test_a_zoo_model_of_the_hub_must_be_that_of_its_card(hub, tmp_path, tiny_model, tiny_config, monkeypatch):
+    save_llama(tiny_model, tmp_path / "checkpoint")
+    files = {file.name: file.read_bytes() for file in (tmp_path / "checkpoint").iterdir()}
+    monkeypatch.setitem(Hub.repos, "org/tiny", files)
+    expected = {"num_layers": tiny_config.num_layers, "sliding_window": None, "rope": tiny_config.rope.to_hf()}
+    others = {"num_layers": 32, "rope": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}
+    for name, config in {"right": expected, "wrong": expected | others}.items():
+        (tmp_path / "zoo" / name).mkdir(parents=True)
+        source = {"source": {"hub_id": "org/tiny"}, "config": config}
+        (tmp_path / "zoo" / name / "model.json").write_text(json.dumps(source))
+
+    folder = Path(resolve_from(hub, "right", tmp_path / "home", tmp_path / "zoo"))
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == files
+    assert resolve_from("http://127.0.0.1:9", "right", tmp_path / "home", tmp_path / "zoo") == str(folder)
+    said = resolve_from(hub, "wrong", tmp_path / "home", tmp_path / "zoo")
+    assert said.startswith(f"error: {folder / 'config.json'}: not the wrong of its card (num_layers 3, not 32; rope {{")
+    assert said.endswith("to load it all the same, pass org/tiny or the folder") and "\n" not in said
