@@ -3,8 +3,8 @@
     python experiments/bf16_at_long_positions.py --model smollm2-135m-instruct --num-tokens 8000
 
 The text is the package's own source code, or a file (`--text`). A prediction counts where float32 prefers its best token by
-more than `--margin` (logits): closer than that, either is right. Rotation in 16 bits would show as agreement that falls with the
-position.
+more than `--margin` (logits): closer than that, either is right. Rotation in 16 bits would show as agreement that falls with
+the position.
 """
 
 import json

@@ -16,7 +16,7 @@ import tyro
 
 from lpes_jax.errors import UserError
 
-VERBS = {"search": "lpes_jax.search.__main__", "evaluate": "lpes_jax.evaluate", "doctor": "lpes_jax.doctor"}
+VERBS = {"search": "lpes_jax.search.__main__", "evaluate": "lpes_jax.evaluate.__main__", "doctor": "lpes_jax.doctor"}
 Flags = TypeVar("Flags")
 
 

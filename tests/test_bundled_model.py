@@ -28,7 +28,7 @@ SMALL_SEARCH = (
 
 def test_it_loses_the_middle_of_a_long_prompt():
     model, tokenizer = lj.load_model(NAME, "float32"), lj.load_tokenizer(NAME)
-    pairs, positions = 30, (0, 50, 100)
+    pairs, positions = 36, (0, 50, 100)
     task = KeyValue(pairs, key_length=8)
     examples = task.examples("test", 24, 0)
     prompts = [task.prompt(example, task_prompts.slot(p, pairs), p) for example in examples for p in positions]
@@ -61,7 +61,7 @@ def test_transformers_gives_the_same_logits():
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = zoo.resolve(NAME)
-    task = KeyValue(30, key_length=8)
+    task = KeyValue(36, key_length=8)
     text = task.prompt(task.examples("test", 1, 3)[0], 15).text
     theirs = AutoTokenizer.from_pretrained(folder)
     ids = lj.load_tokenizer(NAME)(text)["input_ids"]

@@ -1,16 +1,60 @@
-"""The tasks by name. A task makes prompts whose fact can be moved: `lpes_jax.tasks.prompts.Task`."""
+"""The tasks by name.
 
+A task makes prompts with their gold answers and positions, and scores what a model says: `lpes_jax.tasks.prompts.Task`.
+`perplexity` alone has windows of tokens instead: `lpes_jax.tasks.perplexity.Perplexity`.
+"""
+
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from lpes_jax.errors import UserError
 from lpes_jax.tasks.key_value import KeyValue
-from lpes_jax.tasks.prompts import Task
+from lpes_jax.tasks.l_eval import LEval
+from lpes_jax.tasks.mdqa import MultiDocumentQA
+from lpes_jax.tasks.multiple_choice import MultipleChoice
+from lpes_jax.tasks.needle import Needle
+from lpes_jax.tasks.perplexity import Perplexity
+from lpes_jax.tasks.zero_scrolls import ZeroScrolls
 
-TASKS = ("kv",)
+CLASSES: dict[str, Any] = {
+    "kv": KeyValue,
+    "mdqa": MultiDocumentQA,
+    "needle": Needle,
+    "zero_scrolls": ZeroScrolls,
+    "l_eval": LEval,
+    "mmlu": MultipleChoice,
+    "ceval": MultipleChoice,
+    "perplexity": Perplexity,
+}
+TASKS = tuple(CLASSES)
 
 
-def make_task(name: str, **settings: Any) -> Task[Any]:
-    """The task `name` with its own settings (`kv`: those of `KeyValue`). Raises UserError for a name that is none."""
-    if name == "kv":
-        return KeyValue(**settings)
-    raise UserError(f"--task {name!r} is not known; the tasks are: {', '.join(TASKS)}")
+def settings_of(name: str) -> tuple[str, ...]:
+    """The names of a task's settings. Raises UserError for a name that is no task's."""
+    if name not in CLASSES:
+        raise UserError(f"--task {name!r} is not known; the tasks are: {', '.join(TASKS)}")
+    return tuple(field.name for field in fields(CLASSES[name]) if field.name != "benchmark")
+
+
+def make_task(name: str, **settings: Any) -> Any:
+    """The task `name` (a `Task`, or `Perplexity`) with its own settings: the fields of its class, where they are described.
+
+    Raises UserError for a name or a setting that is none, and whatever the class finds wrong.
+    """
+    known = settings_of(name)
+    unknown = [setting for setting in settings if setting not in known]
+    if unknown:
+        flags = ", ".join(_flag(setting) for setting in known)
+        raise UserError(f"{_flag(unknown[0])} is no setting of --task {name}; it has: {flags}")
+    if name == "kv" and "num_pairs" not in settings:
+        raise UserError("--task kv needs --num-pairs")
+    if isinstance(settings.get("data"), str):
+        settings["data"] = Path(settings["data"])
+    if name in ("mmlu", "ceval"):
+        settings["benchmark"] = name
+    return CLASSES[name](**settings)
+
+
+def _flag(setting: str) -> str:
+    return f"--{setting.replace('_', '-')}"

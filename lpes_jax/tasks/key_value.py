@@ -199,15 +199,16 @@ class KeyValue(Generation):
             raise UserError(f"{where}: the pair asked for ({key!r}) is not among ordered_kv_records; add it or remove the line")
         if len(records) < self.num_pairs:
             raise UserError(f"{where}: {len(records)} pairs, but --num-pairs is {self.num_pairs}; use at most {len(records)}")
-        others = [record for record in records if record != (key, value)][: self.num_pairs - 1]
-        kept = [record for record in records if record == (key, value) or record in others]
+        others = [record for record in records if record[0] != key][: self.num_pairs - 1]
+        kept = dict([(key, value), *others])
+        pairs = [record for record in records if record[0] in kept]  # in the row's order
         golds = [(key, value), *(record for record in others if split_of(record[0]) == split_of(key))]
         if len(golds) < self.queries_per_haystack:
             raise UserError(
                 f"{where}: only {len(golds)} of its keys are of the same split as the one asked for; "
                 f"use --queries-per-haystack {len(golds)} or less"
             )
-        return [_asked(kept, gold) for gold in golds[: self.queries_per_haystack]]
+        return [_asked(pairs, gold) for gold in golds[: self.queries_per_haystack]]
 
 
 def _asked(pairs: list[tuple[str, str]], gold: tuple[str, str]) -> Example:

@@ -148,7 +148,7 @@ class MultiDocumentQA(Generation):
             slot=slot,
             num_items=self.num_items,
             golds=example.answers,
-            details={"distractors": [it.id for it in example.distractors]} if self.distractors == "random" else {},
+            details={"distractors": [it.id for it in example.distractors]},
         )
 
     def score(self, output: str, prompt: Prompt) -> dict[str, float]:
@@ -173,11 +173,10 @@ class MultiDocumentQA(Generation):
                     f"{where}: {len(example.distractors) + 1} documents, but --num-documents is {self.num_documents}; "
                     f"use at most {len(example.distractors) + 1}, or --distractors random"
                 )
-            if examples.setdefault(normalise(example.question), example) is not example:
+            key = normalise(example.question)
+            if key in examples:
                 raise UserError(f"{where}: the question {example.question!r} stands in an earlier line too; remove one")
-            examples[normalise(example.question)] = Example(
-                example.question, example.answers, example.gold, example.distractors[:wanted]
-            )
+            examples[key] = Example(example.question, example.answers, example.gold, example.distractors[:wanted])
         return list(examples.values())
 
     def _random_distractors(self, rows: list[Example], seed: int) -> Callable[[Example], tuple[Document, ...]]:
@@ -185,6 +184,8 @@ class MultiDocumentQA(Generation):
         for row in rows:  # a passage may be gold for several questions; it stands in a prompt once
             passage = (row.gold, normalise(f"{row.gold.title} {row.gold.text}"))
             pools[question_split(row.question)].setdefault(row.gold.text, passage)
+        for shared in pools["search"].keys() & pools["test"].keys():  # gold for questions of both splits: in neither's pool
+            del pools["search"][shared], pools["test"][shared]
 
         def draw(row: Example) -> tuple[Document, ...]:
             split = question_split(row.question)
@@ -225,7 +226,8 @@ def _parse(row: dict[str, Any], number: int, where: str) -> Example:
         question, answers = row["question"], tuple(row["answers"])
         documents = [(bool(it["isgold"]), it["title"], it["text"], it.get("id")) for it in row["ctxs"]]
         texts = [question, *answers, *(text for _, *texts in documents for text in texts[:2])]
-        if not answers or not all(isinstance(text, str) for text in texts) or sum(it[0] for it in documents) != 1:
+        strings = isinstance(row["answers"], list) and all(isinstance(text, str) for text in texts)
+        if not strings or not answers or not all(answers) or sum(it[0] for it in documents) != 1:
             raise ValueError
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{where}: not {ROW}") from error

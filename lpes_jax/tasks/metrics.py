@@ -106,13 +106,14 @@ def corpus_rouge(scores: Sequence[Mapping[str, float]]) -> float:
 
 def exponential_similarity(output: str, gold: str) -> float:
     """SpaceDigest: 2^(-|difference| / 10) of the first percentages in the texts; 0 where the output has none."""
-    said, right = _percentage(output), _percentage(gold)
+    said, right = percentage(output), percentage(gold)
     if right is None:
         raise ValueError(f"the gold answer {gold!r} is no percentage")
     return 0.0 if said is None else 2 ** (-abs(said - right) / 10)
 
 
-def _percentage(text: str) -> float | None:
+def percentage(text: str) -> float | None:
+    """The number before the first % sign that has one."""
     found = re.search(r"\d+\.?\d*%", text)
     return None if found is None else float(found[0][:-1])
 

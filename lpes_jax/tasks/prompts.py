@@ -278,6 +278,22 @@ def continuation(text: str, answer: str) -> str:
     return answer if text[-1:].isspace() else f" {answer}"
 
 
+def before_stop(output: str, stop: Sequence[str]) -> str:
+    """The output up to the first of the stop texts in it."""
+    return output[: min((at for text in stop if (at := output.find(text)) >= 0), default=None)]
+
+
+def checked_stop(stop: Sequence[str]) -> tuple[str, ...]:
+    """Stop texts as a user gave them. Raises UserError for an empty one, and for backslash-n that should be a line end."""
+    for text in stop:
+        if not text or "\\n" in text:
+            raise UserError(
+                f"--stop {text!r} "
+                + ("is empty" if not text else "has a backslash and an n, no line end; in a shell a line end is $'\\n'")
+            )
+    return tuple(stop)
+
+
 def token_ids(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
     """The ids of each text as the tokenizer gives them. Where it puts a BOS before one that a chat template wrote, one goes."""
     bos = getattr(tokenizer, "bos_token_id", None)

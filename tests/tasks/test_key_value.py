@@ -9,12 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lpes_jax.errors import UserError
-from lpes_jax.tasks import TASKS, make_task
 from lpes_jax.tasks.key_value import Example, KeyValue, split_of
-from lpes_jax.tasks.prompts import Task
-
-KV_DATA = Path(__file__).resolve().parents[2] / ".." / "shared" / "data" / "kv"
-needs_kv_data = pytest.mark.skipif(not KV_DATA.is_dir(), reason="no shared/data/kv beside the checkout")
 
 THREE = Example(key="k2", value="v2", others=(("k1", "v1"), ("k3", "v3")))
 THREE_TEXT = """\
@@ -96,6 +91,19 @@ def test_gold_stands_at_the_slot_and_the_others_keep_their_order(num_pairs, data
     assert len({example.key, *dict(example.others)}) == num_pairs
 
 
+def test_query_aware_asks_before_the_data_as_well():
+    text = KeyValue(num_pairs=3, query_aware=True, answer_opener=None).prompt(THREE, 1).text
+    assert text == THREE_TEXT.replace("\n\nJSON data:", '\n\nKey: "k2"\n\nJSON data:')
+
+
+def test_score_is_the_substring_rule():
+    task = KeyValue(num_pairs=3)
+    prompt = task.prompt(THREE, 1)
+    assert [task.score(output, prompt) for output in ("\nit is V2.", "v 2", "")] == [
+        {"substring": right} for right in (1, 0, 0)
+    ]
+
+
 # The generator
 
 
@@ -142,6 +150,22 @@ def test_two_in_five_keys_are_search_keys():
     assert 0.38 < share < 0.42
 
 
+def test_several_queries_ask_for_different_keys_of_the_same_pairs():
+    task = KeyValue(num_pairs=20, queries_per_haystack=4)
+    examples = task.examples("search", 10, seed=3)
+    pairs = [{(example.key, example.value), *example.others} for example in examples]
+    for first in (0, 4):
+        group = examples[first : first + 4]
+        assert len({example.key for example in group}) == 4 and {split_of(example.key) for example in group} == {"search"}
+        assert all(found == pairs[first] for found in pairs[first : first + 4])
+        order = [[pair for pair in example.others if pair[0] not in {it.key for it in group}] for example in group]
+        assert all(others == order[0] for others in order)
+    assert pairs[0] != pairs[4] and examples == task.examples("search", 12, seed=3)[:10]
+    asked = [example.others.index((examples[0].key, examples[0].value)) for example in examples[1:4]]
+    assert len(set(asked)) <= 2 and asked != [0, 0, 0]  # not always at the beginning
+    assert not {it.key for it in examples} & {it.key for it in task.examples("test", 10, seed=3)}
+
+
 # Files
 
 
@@ -164,6 +188,21 @@ def test_fewer_pairs_than_the_file_has_are_gold_and_the_first_others(tmp_path):
     path = write_rows(tmp_path / "kv.jsonl", [row("gold", at=3)])
     [example] = KeyValue(num_pairs=3, data=path).examples("all", 1, seed=0)
     assert example == Example("gold", "value of gold", (("o1", "value of o1"), ("o2", "value of o2")))
+
+
+def test_several_queries_of_a_row_are_of_its_split(tmp_path):
+    golds = [f"gold {number}" for number in range(8)]
+    rows = [row(gold, tuple(f"{gold} other {number}" for number in range(12))) for gold in golds]
+    path = write_rows(tmp_path / "kv.jsonl", rows)
+    task = KeyValue(num_pairs=10, data=path, queries_per_haystack=2)
+    for split in ("search", "test"):
+        examples = task.examples(split, None, seed=0)
+        assert [example.key for example in examples[::2]] == [gold for gold in golds if split_of(gold) == split]
+        for first, second in zip(examples[::2], examples[1::2], strict=True):
+            assert second.key.startswith(f"{first.key} other") and split_of(second.key) == split
+            assert {(first.key, first.value), *first.others} == {(second.key, second.value), *second.others}
+    with pytest.raises(UserError, match=r"line 1: only \d of its keys are of the same split"):
+        KeyValue(num_pairs=10, data=path, queries_per_haystack=10).examples("all", None, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -202,10 +241,10 @@ def test_a_file_that_is_not_utf8(tmp_path):
         KeyValue(num_pairs=1, data=path).examples("all", 1, seed=0)
 
 
-@needs_kv_data
 @pytest.mark.parametrize("name, pairs, rows", [("kv50.jsonl", 50, 200), ("kv-retrieval-75_keys.jsonl.gz", 75, 500)])
-def test_the_original_files(name, pairs, rows):
-    task = KeyValue(num_pairs=pairs, data=KV_DATA / name)
+def test_the_original_files(real, name, pairs, rows):
+    path = real(f"kv/{name}")
+    task = KeyValue(num_pairs=pairs, data=path)
     examples = task.examples("all", rows, seed=0)
     assert len({example.id for example in examples}) == rows
     with pytest.raises(UserError, match=f"has {rows}"):
@@ -216,7 +255,7 @@ def test_the_original_files(name, pairs, rows):
     assert 0.3 < search / rows < 0.5
     # Gold back at its own slot gives the file's own order.
     opener = gzip.open if name.endswith(".gz") else open
-    with opener(KV_DATA / name, "rt", encoding="utf-8") as lines:
+    with opener(path, "rt", encoding="utf-8") as lines:
         original = json.loads(next(iter(lines)))
     slot = original["ordered_kv_records"].index([original["key"], original["value"]])
     text = task.prompt(examples[0], slot).text
@@ -237,6 +276,7 @@ def test_the_original_files(name, pairs, rows):
         ({"num_pairs": 2, "data": Path("nowhere.jsonl")}, "--data nowhere.jsonl: no such file"),
         ({"num_pairs": 2, "data": Path(__file__), "key_length": 4}, "--key-length is for generated pairs"),
         ({"num_pairs": 2, "answer_opener": None, "openers": ()}, "--openers"),
+        ({"num_pairs": 2, "queries_per_haystack": 3}, "--queries-per-haystack 3: .* from 1 to --num-pairs"),
     ],
 )
 def test_settings_that_cannot_be(wrong, message):
@@ -247,11 +287,5 @@ def test_settings_that_cannot_be(wrong, message):
 def test_a_negative_count():
     with pytest.raises(UserError, match="--limit"):
         KeyValue(num_pairs=2).examples("test", -1, seed=0)
-
-
-def test_make_task():
-    task = make_task("kv", num_pairs=7, key_length=8)
-    assert task == KeyValue(num_pairs=7, key_length=8)
-    assert isinstance(task, Task) and task.name in TASKS and task.num_items == 7
-    with pytest.raises(UserError, match="--task 'kvv' is not known; the tasks are: kv"):
-        make_task("kvv")
+    with pytest.raises(UserError, match="need a --limit"):
+        KeyValue(num_pairs=2).examples("test", None, seed=0)

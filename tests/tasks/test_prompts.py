@@ -5,10 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
+from word_tokenizer import num_words, words
 
 from lpes_jax.errors import UserError
+from lpes_jax.tasks.chat import ChatTask
 from lpes_jax.tasks.key_value import KeyValue
-from lpes_jax.tasks.prompts import Prompt, encode, position, slot
+from lpes_jax.tasks.prompts import Cut, Prompt, before_stop, checked_stop, continuation, encode, fit, position, slot
 
 
 @pytest.fixture(scope="module")
@@ -98,3 +100,104 @@ def test_the_window_counts_prompt_and_answer(tokenizer):
 
 def test_no_prompts(tokenizer):
     assert encode([], tokenizer, window=10) == []
+
+
+def test_prompts_without_answers_have_ids_alone(tokenizer):
+    [encoded] = encode([Prompt("the key", (), "gold", "e", 0, 0, 1)], tokenizer, window=10)
+    assert encoded.ids == tokenizer("the key")["input_ids"] and encoded.answers == []
+
+
+# What fits
+
+
+def placed(example: str, position: int, num_words: int, cut: Cut | None = None) -> Prompt:
+    return Prompt(" ".join(["w"] * num_words), (" a b",), "a b", example, position, 0, 1, cut=cut)
+
+
+def test_too_long_is_an_error_and_skipping_leaves_the_example_out_at_every_position():
+    prompts = [placed(example, at, n) for example, n in (("x", 5), ("y", 9), ("z", 6)) for at in (0, 100)]
+    prompts[1] = placed("x", 100, 10)
+    assert fit(prompts, words, window=12).prompts == prompts  # ten words and two of the answer
+    with pytest.raises(
+        UserError, match="1 questions are too long: up to 12 tokens, more than the model's window of 11; .*skip"
+    ):
+        fit(prompts, words, window=11)
+    fitted = fit(prompts, words, window=11, overlength="skip")
+    assert fitted.skipped == ["x"] and fitted.num_cut == 0
+    assert [(prompt.example, prompt.position) for prompt in fitted.prompts] == [("y", 0), ("y", 100), ("z", 0), ("z", 100)]
+    assert fit(prompts, words, window=11, new_tokens=5, overlength="skip").skipped == ["x", "y"]
+    with pytest.raises(UserError, match="2 questions .*the smaller of .*window of 50 less 5 to generate and the task's own 8"):
+        fit(prompts, words, window=50, max_prompt_tokens=8, new_tokens=5)
+
+
+@given(st.integers(2, 60), st.integers(0, 30), st.integers(2, 70))
+def test_a_cut_leaves_the_most_that_fits(length, start, budget):
+    start = min(start, length - 1)
+    text = " ".join(["w"] * length) + " q ?"
+    prompt = Prompt(text, (), "g", "e", 0, 0, 1, cut=Cut(2 * start, 2 * length - 1, " ..."))
+    fitted = fit([prompt], words, 1000, max_prompt_tokens=budget, overlength="skip")
+    if length + 2 <= budget:
+        assert fitted == ([prompt], [], 0)
+    elif start + 3 > budget:
+        assert fitted == ([], ["e"], 0)
+    else:
+        [cut] = fitted.prompts
+        assert cut.was_cut and fitted.num_cut == 1 and num_words(cut.text) == budget
+        assert cut.text.split() == ["w"] * (budget - 3) + ["...", "q", "?"]
+
+
+def test_the_byte_level_tokenizers_bos_is_counted_and_stays(tokenizer):
+    text = "key " * 100 + "value: 7"
+    prompt = Prompt(text, (), "g", "e", 0, 0, 1, cut=Cut(0, text.index("value")))
+    [cut] = fit([prompt], tokenizer, 1000, max_prompt_tokens=40).prompts
+    ids = tokenizer(cut.text)["input_ids"]
+    assert len(ids) == 40 and ids[0] == tokenizer.bos_token_id and cut.text.endswith("value: 7")
+
+
+def test_in_a_chat_the_same_part_is_cut_and_options_lose_their_space():
+    class Reading:
+        name, num_items, plain = "reading", 1, None
+        decided_by, metrics, max_new_tokens, max_prompt_tokens, stop = "options", ("acc",), 1, 12, ()
+
+        def examples(self, split, count, seed):
+            return ["e"]
+
+        def prompt(self, example, slot, position=None):
+            text = "\nRead: one two three four five six. Which?\n"
+            cut = Cut(text.index("one"), text.index(" Which"), " ...")
+            return Prompt(text, (" A",), "A", example, 0, 0, 1, options=(" A", " B"), cut=cut)
+
+        def score(self, output, prompt):
+            return {"acc": float(output.strip() == prompt.gold)}
+
+    for render in (lambda text: f"<user>{text}</user>\n", lambda text: f"<user> System. </user> <user>{text.strip()}</user>\n"):
+        task = ChatTask(Reading(), render)
+        prompt = task.prompt("e", 0)
+        assert prompt.text[prompt.cut.start : prompt.cut.end] == "one two three four five six."
+        assert prompt.options == ("A", "B") and prompt.answers == (" A", "A")
+        [cut] = fit([prompt], words, 100, max_prompt_tokens=num_words(prompt.text) - 3).prompts
+        assert cut.was_cut and cut.text.endswith("... Which?</user>\n" if "System" in cut.text else "... Which?\n</user>\n")
+        assert (task.decided_by, task.metrics, task.max_new_tokens, task.max_prompt_tokens, task.stop) == (
+            "options",
+            ("acc",),
+            1,
+            12,
+            (),
+        )
+        assert task.score("A", prompt) == {"acc": 1}
+    rewritten = ChatTask(Reading(), lambda text: text.upper())
+    assert rewritten.prompt("e", 0).cut is None
+
+
+def test_answers_behind_white_space_have_none_of_their_own():
+    assert [continuation(text, "x") for text in ("Answer:", "Answer:\n", "Answer: ", "")] == [" x", "x", "x", " x"]
+
+
+def test_stop_texts():
+    assert before_stop("one\ntwo. three", (". ", "\n")) == "one"
+    assert before_stop("one", ("\n",)) == before_stop("one", ()) == "one"
+    assert before_stop("\none", ("\n",)) == ""
+    assert checked_stop(["\n", "."]) == ("\n", ".")
+    for wrong, message in (("\\n", "has a backslash and an n, no line end"), ("", "is empty")):
+        with pytest.raises(UserError, match=f"--stop .*{message}"):
+            checked_stop([wrong])

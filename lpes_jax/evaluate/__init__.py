@@ -1,17 +1,5 @@
-"""Measure a model, with factors or without, by the position of the fact.
+"""Measure a model by the position of the fact: `run_evaluation(EvaluateSettings(...))`, or `python -m lpes_jax.evaluate`."""
 
-Examples:
-  python -m lpes_jax.evaluate --num-pairs 5 --limit 100 --output-path OUT
-      the model as it is: its U curve
-  python -m lpes_jax.evaluate --num-pairs 5 --limit 100 --factors RUN/factors.json --output-path OUT
-      and what factors change, with a paired test
-  python -m lpes_jax.evaluate --model DIR --data kv-retrieval-75_keys.jsonl.gz --num-pairs 75 --split all --output-path OUT
-      lost-in-the-middle's own file
-
-OUT gets results.json (lm-evaluation-harness's layout), results.md, samples.jsonl and the picture positions.{png,svg}.
-"""
-
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -19,7 +7,6 @@ from pathlib import Path
 from typing import Literal
 
 from lpes_jax import evaluation
-from lpes_jax.cli import run_verb
 from lpes_jax.errors import UserError
 from lpes_jax.evaluation import BASELINE, PLAIN, Candidate, Outcome
 from lpes_jax.factors import LayerFactors, write_json
@@ -169,14 +156,3 @@ def _write(
         if "substring_but_not_prefix" in figures:
             out.print(f"{name}: {figures['substring_but_not_prefix']} answers that substring accepts and prefix does not")
     out.print(f"{outcomes[-1].compilations} compiled shapes; results: {folder}", highlight=False, soft_wrap=True)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The verb; returns the exit code."""
-    return run_verb(
-        EvaluateSettings(), run_evaluation, __doc__ or "", sys.argv[1:] if arguments is None else arguments, "evaluate"
-    )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,28 @@
+"""Measure a model, with factors or without, by the position of the fact.
+
+Examples:
+  python -m lpes_jax.evaluate --num-pairs 5 --limit 100 --output-path OUT
+      the model as it is: its U curve
+  python -m lpes_jax.evaluate --num-pairs 5 --limit 100 --factors RUN/factors.json --output-path OUT
+      and what factors change, with a paired test
+  python -m lpes_jax.evaluate --model DIR --data kv-retrieval-75_keys.jsonl.gz --num-pairs 75 --split all --output-path OUT
+      lost-in-the-middle's own file
+
+OUT gets results.json (lm-evaluation-harness's layout), results.md, samples.jsonl and the picture positions.{png,svg}.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from lpes_jax.cli import run_verb
+from lpes_jax.evaluate import EvaluateSettings, run_evaluation
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The verb; returns the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    return run_verb(EvaluateSettings(), run_evaluation, __doc__ or "", arguments, "evaluate")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

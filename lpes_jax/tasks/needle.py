@@ -1,0 +1,185 @@
+"""A needle in a haystack, in the manner of RULER (Hsieh et al., 2024), made offline: no essays, no downloads.
+
+    A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about the number
+    afterwards.
+    The old miller carried a lamp to the harbour before noon. ... One of the special magic numbers for brave-otter is: 4081973.
+    ... Every young tailor ...
+    What is the special magic number for brave-otter mentioned in the provided text? The special magic number for brave-otter
+    mentioned in the provided text is
+
+Instruction, needle and question are RULER's; the filler is sentences from a seeded grammar, the same bytes everywhere. The
+items are the filler's sentences and the needle; the needle's slot among them is its depth. `of_length` gives the task with as
+many sentences as a number of tokens holds, for a heat map of depth x length.
+
+num_keys > 1: needles with other keys stand at random places (RULER's multi-key). num_queries > 1: so many of them are asked
+for in one prompt (multi-query), the first stands at the slot, and the score is the share of values said. Every example has
+filler, keys and values of its own. Its key decides by a hash whether it belongs to `search` (40 %) or `test` (60 %).
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from lpes_jax.errors import UserError
+from lpes_jax.tasks.data import content_id, split_of
+from lpes_jax.tasks.metrics import contains, normalise, substring
+from lpes_jax.tasks.prompts import Generation, Prompt, Split, Tokenizer, token_ids
+from lpes_jax.tasks.prompts import position as position_of
+
+ONE = (
+    "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about the number "
+    "afterwards.\n{context}\nWhat is the special magic number for {query} mentioned in the provided text? "
+    "The special magic number for {query} mentioned in the provided text is"
+)
+SEVERAL = (
+    "Some special magic numbers are hidden within the following text. Make sure to memorize it. I will quiz you about the "
+    "numbers afterwards.\n{context}\nWhat are all the special magic numbers for {query} mentioned in the provided text? "
+    "The special magic numbers for {query} mentioned in the provided text are"
+)
+NEEDLE = "One of the special magic numbers for {key} is: {value}."
+
+_WHO = "miller tailor farmer sailor baker painter teacher doctor shepherd carpenter gardener merchant clerk driver".split()
+_HOW = "old young tall quiet cheerful tired careful clever friendly patient busy curious".split()
+_DID = "carried brought sent showed gave sold lent returned handed promised".split()
+_WHAT = "lamp basket letter ladder blanket kettle map violin coat bucket clock mirror".split()
+_WHERE = "harbour market station bridge garden school library mill tavern church forest square".split()
+_WHEN = "before noon, after the rain, in the evening, on Sunday, at dawn, last winter, in early spring, without a word".split(
+    ", "
+)
+_ADJECTIVES = (
+    "brave calm eager fancy gentle happy jolly kind lively mighty nimble proud quick rapid shiny sunny tidy witty".split()
+)
+_ANIMALS = "otter falcon badger lynx heron salmon beetle walrus panda raven tiger moose gecko koala ferret turtle".split()
+
+
+@dataclass(frozen=True)
+class Example:
+    """(key, value) of each needle, the ones asked for first; where the others stand; and the filler's sentences."""
+
+    needles: tuple[tuple[str, str], ...]
+    others_at: tuple[int, ...]
+    filler: tuple[str, ...]
+
+    @property
+    def id(self) -> str:
+        return content_id(self.needles, self.others_at, self.filler)
+
+
+@dataclass(frozen=True)
+class Needle(Generation):
+    """The task `needle`.
+
+    num_sentences: sentences of filler in a prompt.
+    num_keys: needles in it; num_queries: how many of them are asked for.
+    """
+
+    num_sentences: int = 100
+    num_keys: int = 1
+    num_queries: int = 1
+
+    name: ClassVar[str] = "needle"
+
+    def __post_init__(self):
+        if self.num_sentences < 1:
+            raise UserError(f"--num-sentences must be at least 1, got {self.num_sentences}")
+        if not 1 <= self.num_queries <= self.num_keys <= 50:
+            raise UserError(
+                f"--num-queries {self.num_queries} and --num-keys {self.num_keys}: 1 <= queries <= keys <= 50 is needed"
+            )
+
+    @property
+    def num_items(self) -> int:
+        return self.num_sentences + 1
+
+    @property
+    def plain(self) -> None:
+        return None
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        return ("recall", "recall_bounded")
+
+    def of_length(self, tokens: int, tokenizer: Tokenizer) -> "Needle":
+        """This task with the most sentences whose prompts have at most `tokens` tokens, by the longest of eight prompts.
+
+        Sentences differ by a few tokens, so leave some room where `tokens` is the window. Raises UserError for too few tokens.
+        """
+
+        def longest(num_sentences: int) -> int:
+            task = replace(self, num_sentences=num_sentences)
+            prompts = [task.prompt(example, 0) for example in task.examples("all", 8, seed=0)]
+            return max(len(ids) for ids in token_ids(tokenizer, [prompt.text + prompt.answers[0] for prompt in prompts]))
+
+        one, many = longest(1), longest(101)
+        low = 1 + max(0, int((tokens - one) / ((many - one) / 100)))  # nearly right: sentences are alike
+        while low > 1 and longest(low) > tokens:
+            low -= 1
+        while longest(low + 1) <= tokens:
+            low += 1
+        if longest(low) > tokens:
+            raise UserError(f"--lengths: {tokens} tokens hold no needle; a prompt with one sentence of filler has {one}")
+        return replace(self, num_sentences=low)
+
+    def examples(self, split: Split, count: int | None, seed: int) -> list[Example]:
+        """The first `count` examples of the split, each from a random stream of its own."""
+        if count is None or count < 0:
+            raise UserError(f"--limit must not be negative, got {count}" if count else "generated needles need a --limit")
+        return [self._generate(split, index, seed) for index in range(count)]
+
+    def prompt(self, example: Example, slot: int, position: int | None = None) -> Prompt:
+        """The example with the first needle before the sentence at `slot`, or behind the last; all else keeps its order."""
+        own_position = position_of(slot, self.num_items)  # refuses a slot that is not there
+        sentences = [[sentence] for sentence in (*example.filler, "")]
+        for at, (key, value) in zip(example.others_at, example.needles[1:], strict=True):
+            sentences[at].insert(0, NEEDLE.format(key=key, value=value))
+        key, value = example.needles[0]
+        sentences[slot].insert(0, NEEDLE.format(key=key, value=value))
+        asked = example.needles[: self.num_queries]
+        text = (ONE if len(asked) == 1 else SEVERAL).format(
+            context=" ".join(sentence for group in sentences for sentence in group if sentence),
+            query=_listed([key for key, _ in asked]),
+        )
+        values = [value for _, value in asked]
+        return Prompt(
+            text=text,
+            answers=(" " + _listed(values),),
+            gold=_listed(values),
+            example=example.id,
+            position=own_position if position is None else position,
+            slot=slot,
+            num_items=self.num_items,
+            golds=tuple(values),
+        )
+
+    def score(self, output: str, prompt: Prompt) -> dict[str, float]:
+        """The share of the values asked for that stand anywhere in the output (RULER's), and the same at word ends only."""
+        said, golds = normalise(output), prompt.references
+        return {
+            "recall": sum(substring(output, gold) for gold in golds) / len(golds),
+            "recall_bounded": sum(contains(said, gold, bounded=True) for gold in golds) / len(golds),
+        }
+
+    def _generate(self, split: Split, index: int, seed: int) -> Example:
+        # As in key_value.py: a string seeds the same everywhere, and getrandbits is the bare Mersenne Twister.
+        rng = random.Random(f"lpes needle {seed} {split} {index}")
+
+        def one_of(words: Sequence[str]) -> str:
+            return words[rng.getrandbits(32) % len(words)]
+
+        needles: dict[str, str] = {}
+        while len(needles) < self.num_keys:
+            key, value = f"{one_of(_ADJECTIVES)}-{one_of(_ANIMALS)}", str(10**6 + rng.getrandbits(32) % (9 * 10**6))
+            if key not in needles and value not in needles.values() and split in ("all", split_of(key)):
+                needles[key] = value
+        others_at = tuple(rng.getrandbits(32) % self.num_items for _ in range(self.num_keys - 1))
+        filler = tuple(
+            f"The {one_of(_HOW)} {one_of(_WHO)} {one_of(_DID)} a {one_of(_WHAT)} to the {one_of(_HOW)} {one_of(_WHO)} "
+            f"at the {one_of(_WHERE)} {one_of(_WHEN)}."
+            for _ in range(self.num_sentences)
+        )
+        return Example(tuple(needles.items()), others_at, filler)
+
+
+def _listed(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + f", and {words[-1]}"

@@ -1,0 +1,98 @@
+"""Perplexity of any text file, by windows that slide over it and by position in the window.
+
+    task = Perplexity(data=Path("book.txt"), window=4096, stride=1024)
+    windows = task.windows(tokenizer, "test")
+    nlls = [ ... ]  # of each window: -log p of each of its tokens in nats [T]; the first has none, its entry is not read
+    perplexity(windows, nlls), perplexity_by_position(windows, nlls, num_bins=8)
+
+With a stride below the window each token is scored once, with at least window - stride tokens before it. With stride = window
+(the default) windows do not overlap and every position is scored: what `perplexity_by_position` wants. The paper's first
+version measures extrapolation this way on PG19: windows longer than the model was trained on.
+
+The first 40 % of the file's tokens are for `search`, the others for `test`; windows never cross the border.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from lpes_jax.errors import UserError
+from lpes_jax.tasks.data import need_file
+from lpes_jax.tasks.prompts import Split, Tokenizer, token_ids
+
+
+@dataclass(frozen=True)
+class Window:
+    """Token ids; those from `scored` on count, the ones before are their context. A tokenizer's BOS is never scored."""
+
+    ids: list[int]
+    scored: int
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """The task `perplexity`: no prompts, but windows of tokens. Raises UserError for settings that cannot be."""
+
+    data: Path | None = None
+    window: int = 2048
+    stride: int | None = None
+
+    name: ClassVar[str] = "perplexity"
+
+    def __post_init__(self):
+        need_file(self.data, "any text file in UTF-8")
+        if self.window < 2:
+            raise UserError(f"--window must be at least 2 tokens, got {self.window}")
+        if self.stride is not None and not 1 <= self.stride <= self.window:
+            raise UserError(f"--stride {self.stride} must be from 1 to --window {self.window}")
+
+    def windows(self, tokenizer: Tokenizer, split: Split = "test", count: int | None = None) -> list[Window]:
+        """The first `count` full windows (None: all) of the split; a rest shorter than a window is left out."""
+        assert self.data is not None
+        try:
+            text = self.data.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--data {self.data}: not readable as UTF-8 text ({error})") from error
+        [ids] = token_ids(tokenizer, [text])
+        bos = getattr(tokenizer, "bos_token_id", None)
+        begin = [bos] if bos is not None and ids[:1] == [bos] else []
+        ids, border = ids[len(begin) :], int(0.4 * (len(ids) - len(begin)))
+        ids = {"search": ids[:border], "test": ids[border:], "all": ids}[split]
+        found = slide(ids, self.window, self.stride or self.window, begin)
+        if len(found) < (1 if count is None else count):
+            raise UserError(
+                f"--data {self.data}: {count or 1} windows of {self.window} tokens asked for, its {split!r} part has "
+                f"{len(found)} ({len(ids)} tokens); use a shorter --window or a lower --limit"
+            )
+        return found[:count]
+
+
+def slide(ids: Sequence[int], window: int, stride: int, begin: Sequence[int] = ()) -> list[Window]:
+    """Windows of `window` tokens, `begin` before each included; each but the first scores the tokens that are new in it."""
+    length = window - len(begin)
+    stride = min(stride, length)
+    starts = range(0, len(ids) - length + 1, stride)
+    return [
+        Window([*begin, *ids[start : start + length]], max(1, len(begin)) if start == 0 else max(1, window - stride))
+        for start in starts
+    ]
+
+
+def perplexity(windows: Sequence[Window], nlls: Sequence[np.ndarray]) -> float:
+    """exp of the mean over all scored tokens."""
+    scored = np.concatenate([np.asarray(nll, np.float64)[window.scored :] for window, nll in zip(windows, nlls, strict=True)])
+    return math.exp(float(scored.mean()))
+
+
+def perplexity_by_position(windows: Sequence[Window], nlls: Sequence[np.ndarray], num_bins: int = 8) -> list[tuple[int, float]]:
+    """(first position of the bin, perplexity of the scored tokens in it) for bins of equal width; empty bins are left out."""
+    length = max(len(window.ids) for window in windows)
+    width = -(-length // num_bins)
+    at = np.concatenate([np.arange(window.scored, len(window.ids)) for window in windows])
+    nll = np.concatenate([np.asarray(nll, np.float64)[window.scored :] for window, nll in zip(windows, nlls, strict=True)])
+    bins = at // width
+    return [(int(b) * width, math.exp(float(nll[bins == b].mean()))) for b in np.unique(bins)]
