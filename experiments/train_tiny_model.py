@@ -1,34 +1,33 @@
 """Train the small Llama that the project bundles: key-value retrieval with short hexadecimal keys, in the task's own template.
 
-    python experiments/train_tiny_model.py --output runs/tiny                       # one GPU, minutes
-    python experiments/train_tiny_model.py --output runs/tiny --steps 600 --num-layers 3 --hidden-size 64 ...   # a CPU
+    python experiments/train_tiny_model.py --output runs/tiny        # the bundled model; one GPU, minutes
+    python experiments/train_tiny_model.py --output runs/try --num-layers 2 --steps 100 --batch-tokens 2048 \\
+        --check-rows 2 --eval-pairs 8 --eval-examples 20 --sweep 1 --probe 3 --probe-examples 5   # a try on a CPU
 
-Prompts are made on the device: the template's fixed token ids with random hexadecimal digits between them, so no two batches
-are alike and none comes from the generator of `lpes_jax.tasks.key_value`, which makes the questions of every measurement.
+Prompts are made on the device (`tiny_prompts.py`), so no two batches are alike and none comes from the generator of
+`lpes_jax.tasks.key_value`, which makes the questions of every measurement.
 
-Where the position bias comes from. The model is never trained on what it is measured on: a gold pair is asked for mostly
-near one of the ends of the prompt (`--edge-share`, `--edge-width`), as facts stand in natural text, and most prompts are
-shorter (`--train-pairs`) than those that the model is measured on (`--test-pairs`); a share of them is long (`--long-share`,
-`--long-pairs`, `--long-edge-share`). RoPE is the same in training, in the saved folder and in the measurement.
+Where the position bias comes from. Short prompts, 4 to 6 pairs (`--train-pairs`), ask for any pair half of the time and for one
+near an end otherwise (`--edge-share`, `--edge-width`). A share of 15 % long prompts, 26 to 30 pairs (`--long-share`,
+`--long-pairs`), asks only for pairs in their first or last tenth (`--long-edge-share`): the middle of a long prompt is never
+asked for in training. RoPE is the same in training, in the saved folder and in the measurement.
 
 Training has two parts. Stages, each of which lasts until `--stage-accuracy` of the values are right in whole: first JSON
 objects in which a few pairs stand again and again (`--repeat-pairs`, `--repeat-distinct`; the loss is on the repetitions,
-too), then few pairs, once each (`--stage-pairs`); gold is anywhere (`--stage-edge-share`), and several questions stand behind
-one JSON object. Then the mixture above with one question a prompt, to the end. The loss counts each value, the quote behind
-it and the end of text; the digits of a key asked for count `--key-weight`, because to continue a key that was seen is half of
-what retrieval needs, and the fixed tokens count `--template-weight`.
+too), then few pairs, once each (`--stage-pairs`); all pairs are asked for alike, several questions behind one JSON object.
+Then the mixture above with one question a prompt, to the end. The loss counts each value, the quote behind it and the end of
+text; the digits of a key asked for count `--key-weight`, because to continue a key that was seen is half of what retrieval
+needs, and the fixed tokens count `--template-weight`.
 
 The folder gets config.json, model.safetensors (bfloat16), the tokenizer's files, training.json (flags, versions, seconds, the
-course of the loss) and evaluation.json: accuracy by position for several prompt lengths, a sweep of one uniform factor, and
-factors with one step (1 up to a layer, another number behind it), all on questions of the split `search`.
+course of the loss) and evaluation.json (`measure_tiny_model.py`).
 
-Letters: B rows, T tokens, M the most pairs in a row, N the longest key in characters, Q questions in a row, V vocabulary.
+Letters as in `tiny_prompts.py`, and V vocabulary.
 """
 
 import dataclasses
 import json
 import math
-import re
 import sys
 import time
 from collections.abc import Iterator
@@ -36,98 +35,80 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
+import measure_tiny_model
 import numpy as np
 import optax
 import tyro
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from jaxtyping import Array, Float, Int
+from measure_tiny_model import POSITIONS, Measurement
+from tiny_prompts import Conditions, Rows, Shape, Template, assemble, draw_content, make_template, make_tokenizer
 
 from lpes_jax.errors import UserError
 from lpes_jax.evaluation import environment
-from lpes_jax.models.llama import Llama, LlamaConfig, load
+from lpes_jax.models.llama import Llama, LlamaConfig
 from lpes_jax.models.llama.attention import causal_attention
 from lpes_jax.models.llama.checkpoint import save_llama
 from lpes_jax.models.llama.model import decoder_layer, matmul, output_logits, rms_norm
 from lpes_jax.rope import RopeParameters, rope_table
-from lpes_jax.scoring import Scorer
-from lpes_jax.tasks import prompts as task_prompts
-from lpes_jax.tasks.key_value import TEMPLATE, KeyValue
+from lpes_jax.tasks.key_value import KeyValue
+from lpes_jax.tasks.prompts import slot
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-POSITIONS = (0, 25, 50, 75, 100)
-END, BEGIN = "<|endoftext|>", "<|begin|>"
-# Whole tokens. None is made of hexadecimal digits alone, and none joins the end of a prompt with the begin of an answer.
-PIECES = (
-    *("Extract", " the", " value", " corresponding", " to", " specified", " key", " in", " JSON", " object", " below", " data"),
-    *("JSON", "Key", "Corresponding", "\n\n", '{"', '": "', '",\n "', '"}', ' "'),
-)
-
 
 @dataclass(frozen=True)
-class Settings:
-    """What to train, on what, and how."""
+class Settings(Measurement):
+    """What to train, on what, and how; the defaults are the recipe of the bundled model."""
 
-    output: Path
-    """Folder for the model and its records."""
     seed: int = 0
 
-    key_length: int = 8
-    """Hexadecimal characters of a key and of a value."""
-    test_pairs: int = 32
-    """Pairs in the prompts that the model is meant to be measured on: watched during training, swept at the end."""
-
-    train_pairs: tuple[int, int] = (4, 24)
+    train_pairs: tuple[int, int] = (4, 6)
     """Fewest and most pairs of the short training prompts."""
-    edge_share: float = 0.9
+    edge_share: float = 0.5
     """Share of questions about a pair near an end; the others are about any pair."""
-    edge_width: float = 0.15
+    edge_width: float = 0.1
     """How much of the pairs is near an end, at each end."""
     end_share: float = 0.5
     """Of the questions near an end: how many at the last pairs, and not at the first."""
-    long_share: float = 0.1
+    long_share: float = 0.15
     """Share of training steps on long prompts."""
-    long_pairs: tuple[int, int] = (25, 34)
+    long_pairs: tuple[int, int] = (26, 30)
     """Fewest and most pairs of the long training prompts."""
-    long_edge_share: float = 0.9
+    long_edge_share: float = 1.0
     """`edge_share` of the long prompts."""
 
     repeat_pairs: int = 12
     """Most pairs in the first stage, which draws all pairs of a prompt from few; 0: no such stage."""
     repeat_distinct: int = 3
     """How many those few are."""
-    stage_pairs: tuple[int, ...] = (4, 10)
+    stage_pairs: tuple[int, ...] = (4, 6)
     """Most pairs (at least 2) in each of the stages that follow."""
-    stage_edge_share: float = 0.0
-    """`edge_share` of the stages."""
     stage_questions: int = 4
     """Questions behind one JSON object in the stages."""
     stage_shortest_key: int = 4
     """Keys of the stages have this many characters up to `key_length`."""
     stage_accuracy: float = 0.9
     """A stage ends when this share of the values of a report is right in whole."""
-    stage_limit: float = 0.6
+    stage_limit: float = 0.7
     """The stages end at this share of the training at the latest."""
 
     num_layers: int = 10
     hidden_size: int = 192
-    intermediate_size: int = 512
+    intermediate_size: int = 256
     num_heads: int = 6
     num_kv_heads: int = 3
     head_dim: int = 32
     rope_theta: float = 10_000.0
     max_position_embeddings: int = 2048
 
-    steps: int = 8000
+    steps: int = 2800
     """Optimiser steps, in whole reports; the learning rate falls along a cosine over them."""
-    max_seconds: float = 0.0
-    """Training ends after this many seconds at the latest, the cosine with it; 0: no limit."""
     batch_tokens: int = 32_768
     """Tokens of a step."""
     learning_rate: float = 1e-3
@@ -146,235 +127,6 @@ class Settings:
     """Reports between two looks at the accuracy by position."""
     check_rows: int = 64
     """Prompts for each position of such a look."""
-
-    eval_pairs: tuple[int, ...] = (8, 16, 24, 32, 40, 48)
-    """Pairs in the prompts of the measurement at the end."""
-    eval_examples: int = 200
-    """Examples of it, each at the five positions."""
-    eval_seed: int = 4321
-    sweep: tuple[float, ...] = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0)
-    """Uniform factors at `test_pairs`."""
-    probe: tuple[float, ...] = (0.75, 1.25, 1.5, 2.0, 3.0)
-    """Factors behind the step of the one-step profiles at `test_pairs`."""
-    probe_examples: int = 100
-
-
-# The tokenizer and the prompts
-
-
-def make_tokenizer() -> "PreTrainedTokenizerFast":
-    """`PIECES` as whole tokens, each other byte a token of its own; one `BEGIN` in front."""
-    from transformers import PreTrainedTokenizerFast
-
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    pieces = [byte_level.pre_tokenize_str(piece)[0][0] for piece in PIECES]
-    tokens = [END, BEGIN, *sorted(pre_tokenizers.ByteLevel.alphabet()), *pieces]
-    # No merges: a piece that the split below cuts out is in the vocabulary as it is, all else falls into bytes.
-    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, [], ignore_merges=True))
-    longest_first = sorted(PIECES, key=len, reverse=True)
-    split = Regex("|".join(map(re.escape, longest_first)) + r"|[\s\S]")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(split, "isolated"), byte_level])
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BEGIN}:0 $A:0", pair=f"{BEGIN}:0 $A:0 $B:1", special_tokens=[(BEGIN, tokens.index(BEGIN))]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=BEGIN,
-        eos_token=END,
-        pad_token=END,
-        clean_up_tokenization_spaces=False,  # decoding gives back the text
-    )
-
-
-@dataclass(frozen=True)
-class Template:
-    """Token ids of the fixed parts of a prompt, in order: `head key between value (next key between value)* close question
-    key answer value quote (question ...)* end`; and those of the sixteen digits."""
-
-    head: tuple[int, ...]
-    between: int
-    next: int
-    close: int
-    question: tuple[int, ...]
-    answer: tuple[int, ...]
-    quote: int
-    end: int
-    digits: tuple[int, ...]
-
-
-def make_template(tokenizer: "PreTrainedTokenizerFast") -> Template:
-    """Of the task's own template and its opener ` "`."""
-
-    def ids(text: str) -> tuple[int, ...]:
-        return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    before, after = (part.replace("{{", "{").replace("}}", "}") for part in TEMPLATE.split("{records}"))
-    question, answer = after.removeprefix("}").split("{key}")
-    (between,), (following,), (close,), (quote,) = ids('": "'), ids('",\n "'), ids('"}'), ids('"')
-    (begin,), (end,) = ids(BEGIN), ids(END)
-    return Template(
-        head=(begin, *ids(before + '"')),
-        between=between,
-        next=following,
-        close=close,
-        question=ids(question),
-        answer=ids(answer + ' "'),
-        quote=quote,
-        end=end,
-        digits=ids("0123456789abcdef"),
-    )
-
-
-class Shape(NamedTuple):
-    """What a compiled program is for: rows, and the most pairs, characters of a key and questions in a row."""
-
-    rows: int
-    pairs: int
-    key_length: int
-    questions: int
-
-    def tokens(self, template: Template) -> int:
-        """Tokens of the longest row, rounded up to a multiple of 64."""
-        length = len(template.head) + self.pairs * (2 * self.key_length + 2) + 1
-        length += self.questions * (len(template.question) + len(template.answer) + 2 * self.key_length + 1)
-        return -(-length // 64) * 64
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Content:
-    """What is random in rows: pairs, characters of a key, the slots asked for, the digits of all keys and values, and which
-    pairs stood there before."""
-
-    pairs: Int[Array, "B"]
-    key_length: Int[Array, "B"]
-    slots: Int[Array, "B Q"]
-    digits: Int[Array, "B M 2 N"]
-    repeats: Bool[Array, "B M"]
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Conditions:
-    """Where `Content` is drawn from; both ends of a range are in it. With `distinct`, so many pairs make all of a row's."""
-
-    pairs: tuple[int, int]
-    key_length: tuple[int, int]
-    edge_share: float
-    edge_width: float
-    end_share: float
-    distinct: int = 0
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Rows:
-    """Token ids; which tokens are digits of a key that stood there before, digits of its value, what closes an answer, and
-    other fixed tokens; the question each token belongs to (-1: none)."""
-
-    tokens: Int[Array, "B T"]
-    is_key: Bool[Array, "B T"]
-    is_value: Bool[Array, "B T"]
-    is_close: Bool[Array, "B T"]
-    is_fixed: Bool[Array, "B T"]
-    question: Int[Array, "B T"]
-
-
-def draw_slots(key: Array, pairs: Int[Array, "B"], questions: int, conditions: Conditions) -> Int[Array, "B Q"]:
-    """With probability `edge_share` one of the first or last `edge_width` of the pairs (at least one), else any pair."""
-    at_edge, at_end, where = jax.random.uniform(key, (3, len(pairs), questions))
-    count = pairs[:, None].astype(jnp.float32)
-    edge = jnp.maximum(jnp.round(conditions.edge_width * count), 1.0)
-    near = jnp.floor(where * edge)
-    near = jnp.where(at_end < conditions.end_share, count - 1 - near, near)
-    slots = jnp.where(at_edge < conditions.edge_share, near, jnp.floor(where * count))
-    return jnp.clip(slots.astype(jnp.int32), 0, pairs[:, None] - 1)
-
-
-def draw_content(key: Array, shape: Shape, conditions: Conditions) -> Content:
-    """Random rows: everything independent, numbers of pairs and key lengths uniform in their ranges."""
-    for_pairs, for_length, for_slots, for_digits, for_repeats = jax.random.split(key, 5)
-    (fewest, most), (shortest, longest) = conditions.pairs, conditions.key_length
-    pairs = jax.random.randint(for_pairs, (shape.rows,), fewest, most + 1)
-    digits = jax.random.randint(for_digits, (shape.rows, shape.pairs, 2, shape.key_length), 0, 16)
-    few = jax.random.randint(for_repeats, (shape.rows, shape.pairs), 0, jnp.clip(conditions.distinct, 1, shape.pairs))
-    which = jnp.where(jnp.asarray(conditions.distinct) > 0, few, jnp.arange(shape.pairs)[None, :])
-    before = jnp.tri(shape.pairs, k=-1, dtype=bool)[None]
-    return Content(
-        pairs,
-        jax.random.randint(for_length, (shape.rows,), shortest, longest + 1),
-        draw_slots(for_slots, pairs, shape.questions, conditions),
-        jnp.take_along_axis(digits, which[:, :, None, None], axis=1),
-        ((which[:, :, None] == which[:, None, :]) & before).any(axis=2),
-    )
-
-
-def assemble(template: Template, shape: Shape, content: Content) -> Rows:
-    """The prompts and answers of `content`, filled up on the right with the end of text.
-
-    A row with one question has exactly the ids that the tokenizer gives for the task's prompt, value, closing quote and end.
-    """
-    head, asks, answers = len(template.head), len(template.question), len(template.answer)
-    pairs, length = content.pairs[:, None], content.key_length[:, None]
-    at = jnp.arange(shape.tokens(template))[None, :]
-    record, in_record = jnp.divmod(at - head, 2 * length + 2)
-    behind = at - head - pairs * (2 * length + 2)  # tokens since the JSON object ended
-    question, in_question = jnp.divmod(behind, asks + answers + 2 * length + 1)
-    asked = (question >= 0) & (question < shape.questions)
-    in_value = in_question - asks - length - answers
-
-    is_record = (at >= head) & (behind < 0)
-    is_key = asked & (in_question >= asks) & (in_question < asks + length)
-    is_value = asked & (in_value >= 0) & (in_value < length)
-    is_quote = asked & (in_value == length)
-    is_end = (question == shape.questions) & (in_question == 0)
-
-    # The digit at each token: which pair's, of its key or its value, and which one of them.
-    slot = jnp.take_along_axis(content.slots, jnp.clip(question, 0, shape.questions - 1), axis=1)
-    pair = jnp.where(asked, slot, jnp.clip(record, 0, shape.pairs - 1))
-    of_value = jnp.where(asked, is_value, in_record > length).astype(jnp.int32)
-    which = jnp.where(asked, jnp.where(is_value, in_value, in_question - asks), in_record - of_value * (length + 1))
-    which = jnp.clip(which, 0, shape.key_length - 1)
-    flat = content.digits.reshape(shape.rows, -1)
-    digit = jnp.take_along_axis(flat, (2 * pair + of_value) * shape.key_length + which, axis=1)
-
-    def fixed(ids: tuple[int, ...], index: Array) -> Array:
-        return jnp.asarray(ids, jnp.int32)[jnp.clip(index, 0, len(ids) - 1)]
-
-    is_digit = is_key | is_value | (is_record & (in_record != length) & (in_record != 2 * length + 1))
-    again = is_record & jnp.take_along_axis(content.repeats, pair, axis=1)
-    is_fixed = (at > 0) & ~is_digit & ((behind < 0) | asked)
-
-    tokens = jnp.select(
-        [
-            at < head,
-            is_record & (in_record == length),
-            is_record & (in_record == 2 * length + 1) & (record < pairs - 1),
-            is_record & (in_record == 2 * length + 1),
-            is_digit,
-            asked & (in_question < asks),
-            asked & (in_value < 0),
-            is_quote,
-        ],
-        [
-            fixed(template.head, at),
-            jnp.int32(template.between),
-            jnp.int32(template.next),
-            jnp.int32(template.close),
-            fixed(template.digits, digit),
-            fixed(template.question, in_question),
-            fixed(template.answer, in_value + answers),
-            jnp.int32(template.quote),
-        ],
-        jnp.int32(template.end),
-    )
-    is_key |= again & (in_record < length)
-    is_value |= again & (in_record > length) & (in_record <= 2 * length)
-    return Rows(tokens, is_key, is_value, is_quote | is_end, is_fixed & ~is_quote, jnp.where(asked, question, -1))
-
-
-# The model and its training
 
 
 def make_config(settings: Settings, vocabulary: int) -> LlamaConfig:
@@ -501,7 +253,7 @@ def accuracy_by_position(model: Llama, key: Array, template: Template, shape: Sh
     """At `POSITIONS`, rows with all of the shape's pairs."""
     everywhere = Conditions((shape.pairs, shape.pairs), (shape.key_length, shape.key_length), 0.0, 0.0, 0.0)
     content = draw_content(key, shape, everywhere)
-    slots = jnp.array([task_prompts.slot(position, shape.pairs) for position in POSITIONS], jnp.int32)
+    slots = jnp.array([slot(position, shape.pairs) for position in POSITIONS], jnp.int32)
     slots = jnp.repeat(slots, shape.rows // len(POSITIONS))[:, None]
     rows = assemble(template, shape, dataclasses.replace(content, slots=slots))
     _, right = predict(model, rows, dtype)
@@ -524,7 +276,7 @@ def conditions_and_shapes(settings: Settings, template: Template) -> Iterator[tu
     if s.repeat_pairs:
         yield "repeats", *shaped((2, s.repeat_pairs), shortest_key, 0.0, s.stage_questions, s.repeat_distinct)
     for most in s.stage_pairs:
-        yield f"stage {most}", *shaped((2, most), shortest_key, s.stage_edge_share, s.stage_questions)
+        yield f"stage {most}", *shaped((2, most), shortest_key, 0.0, s.stage_questions)
     yield "short", *shaped(s.train_pairs, s.key_length, s.edge_share, 1)
     yield "long", *shaped(s.long_pairs, s.key_length, s.long_edge_share, 1)
 
@@ -579,10 +331,7 @@ def train(settings: Settings, config: LlamaConfig, template: Template) -> tuple[
     log: list[dict[str, Any]] = []
     step, stage = 0, 0
     while step < s.steps:
-        seconds = time.monotonic() - started
-        progress = max(step / s.steps, seconds / s.max_seconds if s.max_seconds else 0.0)
-        if progress >= 1:
-            break
+        progress = step / s.steps
         if progress > s.stage_limit:
             stage = len(stages)
         name, conditions, shape = stages[stage] if stage < len(stages) else long if choose.random() < s.long_share else short
@@ -621,63 +370,11 @@ def train(settings: Settings, config: LlamaConfig, template: Template) -> tuple[
     return model, record
 
 
-# What comes out
-
-
 def save(folder: Path, model: Llama, tokenizer: "PreTrainedTokenizerFast", record: dict[str, Any]) -> None:
     """The folder that `lpes_jax.models.llama.load` and transformers read, with the weights in bfloat16."""
     save_llama(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model), folder)
     tokenizer.save_pretrained(folder)
     (folder / "training.json").write_text(json.dumps(record, indent=1) + "\n")
-
-
-def measure(settings: Settings) -> dict[str, Any]:
-    """Accuracy of the saved model in percent, on questions of the split `search`."""
-    s = settings
-    loaded = load(str(s.output))
-    layers = loaded.model.config.num_layers
-
-    def accuracies(pairs: int, count: int, factors: np.ndarray) -> np.ndarray:
-        """Of each row of `factors` at each position."""
-        task = KeyValue(pairs, key_length=s.key_length)
-        examples = task.examples("search", count, s.eval_seed)
-        prompts = [task.prompt(e, task_prompts.slot(p, pairs), p) for e in examples for p in POSITIONS]
-        encoded = task_prompts.encode(prompts, loaded.tokenizer, loaded.model.config.max_position_embeddings)
-        correct = Scorer(loaded.model, encoded)(factors).correct
-        return 100 * correct.reshape(len(factors), count, len(POSITIONS)).mean(axis=1)
-
-    def show(title: str, values: np.ndarray) -> dict[str, Any]:
-        by_position = dict(zip(map(str, POSITIONS), values.round(2).tolist(), strict=True))
-        print(f"{title:>24}  " + "  ".join(f"{value:5.1f}" for value in values) + f"  mean {values.mean():5.1f}", flush=True)
-        return {"accuracy_by_position": by_position, "mean": round(float(values.mean()), 2)}
-
-    print(f"\naccuracy in percent at positions {POSITIONS}, {s.eval_examples} examples, dtype {loaded.identity['dtype']}")
-    result: dict[str, Any] = {
-        "split": "search",
-        "seed": s.eval_seed,
-        "examples": s.eval_examples,
-        "key_length": s.key_length,
-        "model": loaded.identity | {"name": s.output.name},
-    }
-    as_it_is = np.ones((1, layers))
-    result["by_pairs"] = {n: show(f"{n} pairs", accuracies(n, s.eval_examples, as_it_is)[0]) for n in s.eval_pairs}
-    if s.sweep:
-        print(f"\none uniform factor, {s.test_pairs} pairs")
-        swept = accuracies(s.test_pairs, s.eval_examples, np.array(s.sweep)[:, None] * as_it_is)
-        result["uniform"] = {factor: show(f"x {factor}", values) for factor, values in zip(s.sweep, swept, strict=True)}
-    if s.probe and s.probe_examples:
-        profiles = [(kept, factor) for factor in s.probe for kept in range(layers)]
-        factors = np.array([np.where(np.arange(layers) < kept, 1.0, factor) for kept, factor in profiles])
-        probed = accuracies(s.test_pairs, s.probe_examples, np.concatenate([as_it_is, factors]))
-        print(f"\n1 in the first layers, another factor behind, {s.test_pairs} pairs, {s.probe_examples} examples: the best")
-        show("as it is", probed[0])
-        best = np.argsort(-probed[1:].mean(axis=1), kind="stable")
-        result["step"] = [
-            {"kept_layers": profiles[i][0], "factor": profiles[i][1]}
-            | show(f"{profiles[i][0]} kept, then x {profiles[i][1]}", probed[1 + i])
-            for i in best[:12].tolist()
-        ]
-    return result
 
 
 def main(settings: Settings) -> None:
@@ -686,7 +383,7 @@ def main(settings: Settings) -> None:
     check(settings, template)
     model, record = train(settings, make_config(settings, len(tokenizer)), template)
     save(settings.output, model, tokenizer, record)
-    (settings.output / "evaluation.json").write_text(json.dumps(measure(settings), indent=1) + "\n")
+    measure_tiny_model.main(settings)
 
 
 if __name__ == "__main__":

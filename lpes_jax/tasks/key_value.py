@@ -95,6 +95,11 @@ class KeyValue(Generation):
                 f"--queries-per-haystack {self.queries_per_haystack}: one prompt asks for one of its {self.num_pairs} pairs, "
                 "so it goes from 1 to --num-pairs"
             )
+        if self.key_length is not None and 4 * self.queries_per_haystack > max(4, 16**self.key_length):
+            raise UserError(
+                f"--queries-per-haystack {self.queries_per_haystack}: a split has too few of the {16**self.key_length} keys; "
+                "use fewer queries or longer keys"
+            )
         if not self.answer_opener and not self.openers:
             raise UserError("without --answer-opener at least one of the admitted --openers is needed")
 

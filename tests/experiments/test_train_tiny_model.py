@@ -1,4 +1,4 @@
-"""The training script: its prompts are the task's, gold is where the flags say, it learns, and its folder loads everywhere."""
+"""The tiny model's training: prompts are the task's, gold is where the flags say, it learns, and its folder loads everywhere."""
 
 import json
 import sys
@@ -22,6 +22,18 @@ from lpes_jax.tasks.prompts import encode
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "experiments"))
 import train_tiny_model as tiny  # noqa: E402
+from tiny_prompts import (  # noqa: E402
+    PIECES,
+    Conditions,
+    Content,
+    Rows,
+    Shape,
+    assemble,
+    draw_content,
+    draw_slots,
+    make_template,
+    make_tokenizer,
+)
 
 TINY = tiny.Settings(
     output=Path("unused"),
@@ -54,25 +66,25 @@ TINY = tiny.Settings(
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return tiny.make_tokenizer()
+    return make_tokenizer()
 
 
 @pytest.fixture(scope="module")
 def template(tokenizer):
-    return tiny.make_template(tokenizer)
+    return make_template(tokenizer)
 
 
 @partial(jax.jit, static_argnames=("template", "shape"))
-def draw(template, shape, conditions, seed) -> tuple[tiny.Content, tiny.Rows]:
-    content = tiny.draw_content(jax.random.key(seed), shape, conditions)
-    return content, tiny.assemble(template, shape, content)
+def draw(template, shape, conditions, seed) -> tuple[Content, Rows]:
+    content = draw_content(jax.random.key(seed), shape, conditions)
+    return content, assemble(template, shape, content)
 
 
 def hexadecimal(digits) -> str:
     return "".join("0123456789abcdef"[digit] for digit in digits)
 
 
-def examples_of(content: tiny.Content, row: int) -> list[Example]:
+def examples_of(content: Content, row: int) -> list[Example]:
     """The task's own examples for the questions of a row."""
     pairs, length = int(content.pairs[row]), int(content.key_length[row])
     records = [tuple(hexadecimal(text[:length]) for text in record) for record in np.asarray(content.digits[row, :pairs])]
@@ -84,8 +96,8 @@ def examples_of(content: tiny.Content, row: int) -> list[Example]:
 
 @pytest.mark.parametrize("key_length", [(3, 5), (8, 8)])
 def test_rows_are_the_tasks_prompts_as_the_tokenizer_cuts_them(tokenizer, template, key_length):
-    shape = tiny.Shape(rows=6, pairs=5, key_length=key_length[1], questions=1)
-    conditions = tiny.Conditions((1, 5), key_length, 0.5, 0.2, 0.5)
+    shape = Shape(rows=6, pairs=5, key_length=key_length[1], questions=1)
+    conditions = Conditions((1, 5), key_length, 0.5, 0.2, 0.5)
     content, rows = draw(template, shape, conditions, 0)
     assert not content.repeats.any()
     assert rows.tokens.shape == (6, shape.tokens(template)) and len(set(np.asarray(content.pairs).tolist())) > 2
@@ -105,8 +117,8 @@ def test_rows_are_the_tasks_prompts_as_the_tokenizer_cuts_them(tokenizer, templa
 
 
 def test_several_questions_stand_behind_one_another(tokenizer, template):
-    shape = tiny.Shape(rows=4, pairs=3, key_length=4, questions=3)
-    content, rows = draw(template, shape, tiny.Conditions((2, 3), (2, 4), 0.0, 0.1, 0.5), 1)
+    shape = Shape(rows=4, pairs=3, key_length=4, questions=3)
+    content, rows = draw(template, shape, Conditions((2, 3), (2, 4), 0.0, 0.1, 0.5), 1)
     for row in range(4):
         examples = examples_of(content, row)
         first = KeyValue(int(content.pairs[row])).prompt(examples[0], int(content.slots[row, 0])).text
@@ -120,8 +132,8 @@ def test_several_questions_stand_behind_one_another(tokenizer, template):
 
 
 def test_the_loss_is_on_repetitions_and_fixed_tokens_and_never_on_new_digits(tokenizer, template):
-    shape = tiny.Shape(rows=8, pairs=6, key_length=4, questions=1)
-    conditions = tiny.Conditions((4, 6), (3, 4), 0.0, 0.1, 0.5, distinct=2)
+    shape = Shape(rows=8, pairs=6, key_length=4, questions=1)
+    conditions = Conditions((4, 6), (3, 4), 0.0, 0.1, 0.5, distinct=2)
     content, rows = draw(template, shape, conditions, 5)
     for row in range(8):
         pairs = int(content.pairs[row])
@@ -153,15 +165,15 @@ def test_every_digit_is_a_token_and_openers_leave_the_prompt_alone(tokenizer):
         for text, answer in zip(prompt.answers, encoded.answers, strict=True):
             assert len(answer) == 8 + (text != prompt.gold)
         assert tokenizer.decode(encoded.ids, skip_special_tokens=True) == prompt.text
-    assert not any(set(piece.strip()) <= set("0123456789abcdef") for piece in tiny.PIECES if piece.strip())
+    assert not any(set(piece.strip()) <= set("0123456789abcdef") for piece in PIECES if piece.strip())
 
 
 def test_gold_stands_where_the_flags_say():
     pairs = jnp.full(20_000, 20)
 
     def shares(edge_share, edge_width, end_share=0.5):
-        conditions = tiny.Conditions((20, 20), (4, 4), edge_share, edge_width, end_share)
-        slots = np.asarray(tiny.draw_slots(jax.random.key(2), pairs, 2, conditions))
+        conditions = Conditions((20, 20), (4, 4), edge_share, edge_width, end_share)
+        slots = np.asarray(draw_slots(jax.random.key(2), pairs, 2, conditions))
         return np.bincount(slots.ravel(), minlength=20) / slots.size
 
     np.testing.assert_allclose(shares(0.0, 0.15), 1 / 20, atol=0.005)
@@ -171,16 +183,16 @@ def test_gold_stands_where_the_flags_say():
     only_ends = shares(1.0, 0.0, end_share=0.2)  # one pair at each end, at least
     np.testing.assert_allclose(only_ends[[0, 19]], [0.8, 0.2], atol=0.01)
     assert only_ends[1:19].sum() == 0
-    one = tiny.draw_slots(jax.random.key(0), jnp.ones(50, jnp.int32), 1, tiny.Conditions((1, 1), (4, 4), 0.5, 0.5, 0.5))
+    one = draw_slots(jax.random.key(0), jnp.ones(50, jnp.int32), 1, Conditions((1, 1), (4, 4), 0.5, 0.5, 0.5))
     assert not one.any()
 
 
 @pytest.mark.promotes
 def test_a_few_steps_fit_one_batch(template):
-    config = tiny.make_config(TINY, len(tiny.make_tokenizer()))
+    config = tiny.make_config(TINY, len(make_tokenizer()))
     model, optimizer = tiny.initial_model(config, 0), tiny.make_optimizer(TINY)
-    shape = tiny.Shape(rows=4, pairs=2, key_length=4, questions=1)
-    _, rows = draw(template, shape, tiny.Conditions((2, 2), (4, 4), 0.0, 0.1, 0.5), 3)
+    shape = Shape(rows=4, pairs=2, key_length=4, questions=1)
+    _, rows = draw(template, shape, Conditions((2, 2), (4, 4), 0.0, 0.1, 0.5), 3)
 
     @jax.jit
     def step(model, moments):
@@ -199,8 +211,8 @@ def test_a_few_steps_fit_one_batch(template):
 
 
 def test_a_value_is_right_only_in_whole(template):
-    shape = tiny.Shape(rows=2, pairs=2, key_length=3, questions=2)
-    _, rows = draw(template, shape, tiny.Conditions((2, 2), (3, 3), 0.0, 0.1, 0.5), 4)
+    shape = Shape(rows=2, pairs=2, key_length=3, questions=2)
+    _, rows = draw(template, shape, Conditions((2, 2), (3, 3), 0.0, 0.1, 0.5), 4)
     right = jnp.ones(rows.tokens.shape, bool)
     second = np.flatnonzero(rows.is_value[1] & (rows.question[1] == 1))
     right = right.at[1, int(second[2])].set(False).at[0, 0].set(False)  # a digit of one value; a token of no value
@@ -233,7 +245,7 @@ def test_the_folder_loads_here_and_in_transformers(tmp_path, capsys):
     task = KeyValue(3, key_length=4)
     prompts = [task.prompt(example, 1) for example in task.examples("search", 2, 0)]
     ids = [encoded.ids for encoded in encode(prompts, loaded.tokenizer, 2048)]
-    assert ids == [encoded.ids for encoded in encode(prompts, tiny.make_tokenizer(), 2048)]
+    assert ids == [encoded.ids for encoded in encode(prompts, make_tokenizer(), 2048)]
     config = loaded.model.config
     table = rope_table(config.rope, config.head_dim, config.num_layers)
     ours = output_logits(loaded.model, hidden_states(loaded.model, jnp.asarray(ids), table))

@@ -190,6 +190,12 @@ def test_fewer_pairs_than_the_file_has_are_gold_and_the_first_others(tmp_path):
     assert example == Example("gold", "value of gold", (("o1", "value of o1"), ("o2", "value of o2")))
 
 
+@pytest.mark.parametrize("split", ["search", "test"])
+def test_several_queries_where_keys_are_scarce(split):
+    examples = KeyValue(num_pairs=16, key_length=1, queries_per_haystack=4).examples(split, 8, seed=0)
+    assert len({example.key for example in examples[:4]}) == 4 and {split_of(example.key) for example in examples} == {split}
+
+
 def test_several_queries_of_a_row_are_of_its_split(tmp_path):
     golds = [f"gold {number}" for number in range(8)]
     rows = [row(gold, tuple(f"{gold} other {number}" for number in range(12))) for gold in golds]
@@ -276,6 +282,7 @@ def test_the_original_files(real, name, pairs, rows):
         ({"num_pairs": 2, "data": Path("nowhere.jsonl")}, "--data nowhere.jsonl: no such file"),
         ({"num_pairs": 2, "data": Path(__file__), "key_length": 4}, "--key-length is for generated pairs"),
         ({"num_pairs": 2, "answer_opener": None, "openers": ()}, "--openers"),
+        ({"num_pairs": 16, "key_length": 1, "queries_per_haystack": 5}, "a split has too few of the 16 keys"),
         ({"num_pairs": 2, "queries_per_haystack": 3}, "--queries-per-haystack 3: .* from 1 to --num-pairs"),
     ],
 )
