@@ -32,9 +32,9 @@ class Measurement:
     """Folder of the model and its records."""
     key_length: int = 8
     """Hexadecimal characters of a key and of a value."""
-    test_pairs: int = 30
+    test_pairs: int = 36
     """Pairs in the prompts of the sweep and the probe, and of the looks at the accuracy during training."""
-    eval_pairs: tuple[int, ...] = (8, 16, 24, 28, 30, 32, 36)
+    eval_pairs: tuple[int, ...] = (8, 16, 24, 32, 36, 40)
     """Pairs in the prompts of the table by length."""
     eval_examples: int = 500
     """Examples of it and of the sweep, each at the five positions."""

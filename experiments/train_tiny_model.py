@@ -7,8 +7,8 @@
 Prompts are made on the device (`tiny_prompts.py`), so no two batches are alike and none comes from the generator of
 `lpes_jax.tasks.key_value`, which makes the questions of every measurement.
 
-Where the position bias comes from. Short prompts, 4 to 6 pairs (`--train-pairs`), ask for any pair half of the time and for one
-near an end otherwise (`--edge-share`, `--edge-width`). A share of 15 % long prompts, 26 to 30 pairs (`--long-share`,
+Where the position bias comes from. Short prompts, 4 to 12 pairs (`--train-pairs`), ask for any pair half of the time and
+otherwise for one near an end (`--edge-share`, `--edge-width`). A share of 15 % long prompts, 34 to 38 pairs (`--long-share`,
 `--long-pairs`), asks only for pairs in their first or last tenth (`--long-edge-share`): the middle of a long prompt is never
 asked for in training. RoPE is the same in training, in the saved folder and in the measurement.
 
@@ -68,7 +68,7 @@ class Settings(Measurement):
 
     seed: int = 0
 
-    train_pairs: tuple[int, int] = (4, 6)
+    train_pairs: tuple[int, int] = (4, 12)
     """Fewest and most pairs of the short training prompts."""
     edge_share: float = 0.5
     """Share of questions about a pair near an end; the others are about any pair."""
@@ -78,7 +78,7 @@ class Settings(Measurement):
     """Of the questions near an end: how many at the last pairs, and not at the first."""
     long_share: float = 0.15
     """Share of training steps on long prompts."""
-    long_pairs: tuple[int, int] = (26, 30)
+    long_pairs: tuple[int, int] = (34, 38)
     """Fewest and most pairs of the long training prompts."""
     long_edge_share: float = 1.0
     """`edge_share` of the long prompts."""
@@ -87,7 +87,7 @@ class Settings(Measurement):
     """Most pairs in the first stage, which draws all pairs of a prompt from few; 0: no such stage."""
     repeat_distinct: int = 3
     """How many those few are."""
-    stage_pairs: tuple[int, ...] = (4, 6)
+    stage_pairs: tuple[int, ...] = (4, 12)
     """Most pairs (at least 2) in each of the stages that follow."""
     stage_questions: int = 4
     """Questions behind one JSON object in the stages."""
@@ -95,19 +95,19 @@ class Settings(Measurement):
     """Keys of the stages have this many characters up to `key_length`."""
     stage_accuracy: float = 0.9
     """A stage ends when this share of the values of a report is right in whole."""
-    stage_limit: float = 0.7
+    stage_limit: float = 0.6
     """The stages end at this share of the training at the latest."""
 
     num_layers: int = 10
     hidden_size: int = 192
-    intermediate_size: int = 256
+    intermediate_size: int = 512
     num_heads: int = 6
     num_kv_heads: int = 3
     head_dim: int = 32
     rope_theta: float = 10_000.0
     max_position_embeddings: int = 2048
 
-    steps: int = 2800
+    steps: int = 2500
     """Optimiser steps, in whole reports; the learning rate falls along a cosine over them."""
     batch_tokens: int = 32_768
     """Tokens of a step."""

@@ -1,8 +1,8 @@
-"""The tiny model's training: prompts are the task's, gold is where the flags say, it learns, and its folder loads everywhere."""
+"""Tiny training: its prompts are the task's, gold is where the flags say, it learns, its folder loads everywhere."""
 
 import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +22,7 @@ from lpes_jax.tasks.prompts import encode
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "experiments"))
 import train_tiny_model as tiny  # noqa: E402
+from measure_tiny_model import Measurement  # noqa: E402
 from tiny_prompts import (  # noqa: E402
     PIECES,
     Conditions,
@@ -273,3 +274,10 @@ def test_the_folder_loads_here_and_in_transformers(tmp_path, capsys):
 def test_settings_that_cannot_be(template, changes, message):
     with pytest.raises(UserError, match=message):
         tiny.check(replace(TINY, **changes), template)
+
+
+def test_the_defaults_are_the_bundled_models_recipe():
+    recorded = json.loads((ROOT / "models" / "zoo" / "tiny-retriever" / "training.json").read_text())["settings"]
+    measured = {field.name for field in fields(Measurement)} - {"key_length"}
+    ours = json.loads(json.dumps(asdict(tiny.Settings(output=Path("unused"))), default=str))
+    assert {k: v for k, v in ours.items() if k not in measured} == {k: recorded[k] for k in ours if k not in measured}
