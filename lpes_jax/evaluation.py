@@ -1,7 +1,7 @@
 """Measure factors by the position of the fact, on questions that all candidates share, and record it.
 
-Two metrics. `prefix`: the gold answer, behind an admitted opener, is exactly how the model's greedy output begins; decided
-without generating. `substring`: lost-in-the-middle's own, the gold value stands somewhere in 100 generated tokens. Small models
+`prefix`: the gold answer, behind an admitted opener, is exactly how the model's greedy output begins; decided without
+generating. Every other metric is a task's own (`task.metrics`): of generated text, or of the likeliest option. Small models
 often fail on how an answer begins and not on finding it, so the same model is measured on plain prompts beside the ones
 with an opener.
 
@@ -27,13 +27,14 @@ from lpes_jax.errors import UserError
 from lpes_jax.factors import LayerFactors
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.report.tables import Row
-from lpes_jax.scoring import Scorer, generate_ids
+from lpes_jax.scoring import OptionScorer, Scorer, generate_ids
 from lpes_jax.statistics import paired_permutation_test, standard_error
 from lpes_jax.tasks import prompts as task_prompts
-from lpes_jax.tasks.metrics import begins_with, substring
-from lpes_jax.tasks.prompts import Prompt, Task
+from lpes_jax.tasks.metrics import ROUGE, begins_with, corpus_rouge
+from lpes_jax.tasks.prompts import EncodedPrompt, Overlength, Prompt, Task
 
 PLAIN, BASELINE = "plain prompt", "baseline"
+COUNTS = ("questions_skipped", "prompts_cut", "outputs_empty", "outputs_ended_by_length", "outputs_with_unknown_ids")
 Report = Callable[[int], None]
 
 
@@ -48,16 +49,35 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A candidate's results. `outputs`, `substring` and `prefix_of_outputs` (that rule on its ids) come with generation."""
+    """A candidate's results. `scores`: of each metric in [0, 1], in the order asked for; the first one is in the pictures.
+
+    `log_likelihood` of the gold answers comes with `prefix` (and with options), `outputs` with what is generated; `counts` say
+    what happened to prompts and outputs (`COUNTS`).
+    """
 
     candidate: Candidate
     prompts: list[Prompt]  # Q x S, question by question
-    correct: Bool[np.ndarray, "Q S"]
-    log_likelihood: Float[np.ndarray, "Q S"]
+    scores: dict[str, Float[np.ndarray, "Q S"]]
+    log_likelihood: Float[np.ndarray, "Q S"] | None
     compilations: int
+    prompt_tokens: list[int]
+    counts: dict[str, int]
     outputs: list[str] | None = None
-    substring: Bool[np.ndarray, "Q S"] | None = None
+    output_tokens: list[int] | None = None
     prefix_of_outputs: Bool[np.ndarray, "Q S"] | None = None
+
+    @property
+    def metric(self) -> str:
+        return next(iter(self.scores))
+
+    @property
+    def main(self) -> Float[np.ndarray, "Q S"]:
+        return self.scores[self.metric]
+
+
+def default_metrics(task: Task) -> tuple[str, ...]:
+    """The task's own, and `prefix` before them where an answer is forced to begin (key-value retrieval)."""
+    return ("prefix", *task.metrics) if task.name == "kv" else task.metrics
 
 
 def slots_of(task: Task, positions: Sequence[int], slots: Sequence[int] | None = None) -> list[tuple[int, int]]:
@@ -76,78 +96,158 @@ def evaluate(
     candidates: Sequence[Candidate],
     *,
     metrics: Sequence[str] = ("prefix",),
-    max_new_tokens: int = 100,
+    max_new_tokens: int | None = None,
     stop_ids: Sequence[int] = (),
+    overlength: Overlength = "error",
     batch_size: int | None = None,
     on_prompts: Report = lambda count: None,
 ) -> list[Outcome]:
-    """Every candidate on every example with its fact at every place (`slots_of`). `stop_ids` end a generated text."""
-    window = model.config.max_position_embeddings
+    """Every candidate on every example with its fact at every place (`slots_of`).
+
+    Raises UserError for a metric that the task has not, for prompts that are too long (`overlength`: or leaves their questions
+    out), and for fewer new tokens than the longest gold answer has.
+    """
+    known = ("prefix", *task.metrics) if task.decided_by == "generation" else task.metrics
+    if unknown := [metric for metric in metrics if metric not in known]:
+        raise UserError(f"--metrics {unknown[0]}: --task {task.name} has {', '.join(known)}")
+    new_tokens = task.max_new_tokens if max_new_tokens is None else max_new_tokens
+    generates = task.decided_by == "generation" and any(metric != "prefix" for metric in metrics)
+    measure = _Measure(model, tokenizer, metrics, new_tokens if generates else 0, stop_ids, batch_size, on_prompts)
+    fitted = {
+        plain: measure.fit(version, examples, places, overlength)
+        for plain, version in ((True, task.plain), (False, task))
+        if version is not None and any(candidate.plain == plain for candidate in candidates)
+    }
+    left_out = {example for fit in fitted.values() for example in fit.skipped}
     outcomes = []
-    for plain in (True, False):
+    for plain, fit in fitted.items():
+        version = task.plain if plain else task
+        assert version is not None
+        prompts = [prompt for prompt in fit.prompts if prompt.example not in left_out]
+        if not prompts:
+            raise UserError(f"--overlength skip leaves out all {len(examples)} questions; use fewer items a prompt")
+        counts = {"questions_skipped": len(left_out), "prompts_cut": sum(prompt.was_cut for prompt in prompts)}
         chosen = [candidate for candidate in candidates if candidate.plain == plain]
-        version_of_task = task.plain if plain else task
-        if not chosen or version_of_task is None:
-            continue
-        prompts = [version_of_task.prompt(example, slot, position) for example in examples for slot, position in places]
-        encoded = task_prompts.encode(prompts, tokenizer, window)
-        scorer = Scorer(model, encoded, batch_size=batch_size)
-        shape = (len(examples), len(places))
-        for candidate in chosen:
-            factors = candidate.factors or LayerFactors.uniform(1.0, model.config.num_layers)
-            scores = scorer(factors.factors[None], factors.granularity, on_prompts)
-            outcome = Outcome(
-                candidate, prompts, scores.correct.reshape(shape), scores.log_likelihood.reshape(shape), scorer.compilations
-            )
-            if "substring" in metrics:
-                longest = max(len(ids) for prompt in encoded for ids in prompt.answers)
-                if max_new_tokens < longest:
-                    raise UserError(f"--max-new-tokens {max_new_tokens} is below the longest gold answer, {longest} tokens")
-                longest = max(len(prompt.ids) for prompt in encoded)
-                if longest + max_new_tokens > window:
-                    raise UserError(
-                        f"--max-new-tokens {max_new_tokens} behind the longest prompt, {longest} tokens, is more than the "
-                        f"model's window of {window}; lower it, or leave substring out of --metrics"
-                    )
-                ids = generate_ids(
-                    model,
-                    [prompt.ids for prompt in encoded],
-                    factors=factors.factors,
-                    granularity=factors.granularity,
-                    max_new_tokens=max_new_tokens,
-                    stop=stop_ids,
-                    batch_size=batch_size,
-                )
-                outputs = tokenizer.batch_decode(ids, skip_special_tokens=True)
-                found = [substring(output, prompt.gold) for output, prompt in zip(outputs, prompts, strict=True)]
-                begun = [begins_with(new, prompt.answers) for new, prompt in zip(ids, encoded, strict=True)]
-                outcome = replace(
-                    outcome,
-                    outputs=outputs,
-                    substring=np.array(found).reshape(shape),
-                    prefix_of_outputs=np.array(begun).reshape(shape),
-                )
-            outcomes.append(outcome)
+        outcomes += measure.outcomes(version, prompts, len(places), chosen, counts)
     order = {candidate.name: at for at, candidate in enumerate(candidates)}
     return sorted(outcomes, key=lambda outcome: order[outcome.candidate.name])
 
 
-def rows(outcomes: Sequence[Outcome], metric: str = "prefix") -> list[Row]:
-    """The outcomes as table rows, in percent; p is the paired test against the outcome named `baseline`, over questions."""
-    of_metric = {outcome.candidate.name: _values(outcome, metric) for outcome in outcomes}
+@dataclass(frozen=True)
+class _Measure:
+    """What is the same for all candidates. `new_tokens` is 0 where nothing is generated."""
+
+    model: Llama
+    tokenizer: Any
+    metrics: Sequence[str]
+    new_tokens: int
+    stop_ids: Sequence[int]
+    batch_size: int | None
+    on_prompts: Report
+
+    def fit(
+        self, task: Task, examples: Sequence[Any], places: Sequence[tuple[int, int]], overlength: Overlength
+    ) -> task_prompts.Fitted:
+        prompts = [task.prompt(example, slot, position) for example in examples for slot, position in places]
+        window = self.model.config.max_position_embeddings
+        return task_prompts.fit(
+            prompts,
+            self.tokenizer,
+            window,
+            max_prompt_tokens=task.max_prompt_tokens,
+            new_tokens=self.new_tokens,
+            overlength=overlength,
+        )
+
+    def outcomes(
+        self, task: Task, prompts: list[Prompt], num_places: int, candidates: Sequence[Candidate], counts: dict[str, int]
+    ) -> list[Outcome]:
+        window, shape = self.model.config.max_position_embeddings, (len(prompts) // num_places, num_places)
+        encoded = task_prompts.encode(prompts, self.tokenizer, window)
+        verdicts = None
+        if task.decided_by == "options":
+            verdicts = OptionScorer(self.model, self.tokenizer, prompts, batch_size=self.batch_size)
+        elif "prefix" in self.metrics:
+            verdicts = Scorer(self.model, encoded, batch_size=self.batch_size)
+        if self.new_tokens:
+            longest = max((len(ids) for prompt in encoded for ids in prompt.answers), default=0)
+            if self.new_tokens < longest:
+                raise UserError(f"--max-new-tokens {self.new_tokens} is below the longest gold answer, {longest} tokens")
+        outcomes = []
+        for candidate in candidates:
+            factors = candidate.factors or LayerFactors.uniform(1.0, self.model.config.num_layers)
+            scores: dict[str, np.ndarray] = {}
+            log_likelihood = None
+            if verdicts is not None:
+                correct, log_likelihood = verdicts(factors.factors[None], factors.granularity, self.on_prompts)
+                scores["prefix" if task.decided_by == "generation" else task.metrics[0]] = correct[0].astype(float)
+            outcome = Outcome(
+                candidate,
+                prompts,
+                scores,
+                None if log_likelihood is None else log_likelihood.reshape(shape),
+                0 if verdicts is None else verdicts.compilations,
+                [len(prompt.ids) for prompt in encoded],
+                dict(counts),
+            )
+            if self.new_tokens:
+                outcome = self._generated(outcome, task, encoded, factors, shape)
+            by_metric = {metric: outcome.scores[metric].reshape(shape) for metric in self.metrics}
+            outcomes.append(replace(outcome, scores=by_metric))
+        return outcomes
+
+    def _generated(
+        self, outcome: Outcome, task: Task, encoded: Sequence[EncodedPrompt], factors: LayerFactors, shape: tuple[int, int]
+    ) -> Outcome:
+        report = self.on_prompts if "prefix" not in self.metrics else lambda count: None  # each prompt counts once
+        ids = generate_ids(
+            self.model,
+            [prompt.ids for prompt in encoded],
+            factors=factors.factors,
+            granularity=factors.granularity,
+            max_new_tokens=self.new_tokens,
+            stop=self.stop_ids,
+            batch_size=self.batch_size,
+            on_prompts=report,
+        )
+        outputs = [
+            task_prompts.before_stop(output, task.stop) for output in self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        ]
+        scored = [task.score(output, prompt) for output, prompt in zip(outputs, outcome.prompts, strict=True)]
+        own = {metric: np.array([score[metric] for score in scored]) for metric in task.metrics}
+        begun = [begins_with(new, prompt.answers) for new, prompt in zip(ids, encoded, strict=True)]
+        counts = {
+            "outputs_empty": sum(not output.strip() for output in outputs),
+            "outputs_ended_by_length": sum(len(new) == self.new_tokens for new in ids),
+            "outputs_with_unknown_ids": sum(max(new, default=0) >= len(self.tokenizer) for new in ids),
+        }
+        return replace(
+            outcome,
+            scores=outcome.scores | own,
+            outputs=outputs,
+            output_tokens=[len(new) for new in ids],
+            prefix_of_outputs=np.array(begun).reshape(shape) if "prefix" in self.metrics else None,
+            counts=outcome.counts | counts,
+        )
+
+
+def rows(outcomes: Sequence[Outcome], metric: str | None = None) -> list[Row]:
+    """The outcomes as table rows, in percent; p is the paired test against the outcome named `baseline`, over questions.
+
+    metric: None for the first.
+    """
+    of_metric = {outcome.candidate.name: outcome.scores[metric or outcome.metric] for outcome in outcomes}
     baseline = of_metric.get(BASELINE)
     return [
         Row(
-            name=outcome.candidate.name,
-            accuracy=tuple((100 * _values(outcome, metric).mean(axis=0)).tolist()),
-            mean=float(100 * _values(outcome, metric).mean()),
-            standard_error=100 * standard_error(_values(outcome, metric)),
-            p=None
-            if baseline is None or outcome.candidate.name in (BASELINE, PLAIN)
-            else paired_permutation_test(_values(outcome, metric), baseline),
-            log_likelihood=float(outcome.log_likelihood.mean()),
+            name=name,
+            accuracy=tuple((100 * values.mean(axis=0)).tolist()),
+            mean=float(100 * values.mean()),
+            standard_error=100 * standard_error(values),
+            p=None if baseline is None or name in (BASELINE, PLAIN) else paired_permutation_test(values, baseline),
+            log_likelihood=None if outcome.log_likelihood is None else float(outcome.log_likelihood.mean()),
         )
-        for outcome in outcomes
+        for outcome, (name, values) in zip(outcomes, of_metric.items(), strict=True)
     ]
 
 
@@ -155,20 +255,25 @@ def results_record(
     task: Task, outcomes: Sequence[Outcome], places: Sequence[tuple[int, int]], config: dict[str, Any], started: float
 ) -> dict[str, Any]:
     """`results.json`: lm-evaluation-harness's layout for the last outcome, and every outcome under `methods`."""
-    methods = {outcome.candidate.name: _figures(outcome, places) for outcome in outcomes}
-    for name, row in zip(methods, rows(outcomes), strict=True):
-        if row.p is not None:
-            methods[name]["p_against_baseline,none"] = row.p
-    last = outcomes[-1]
+    methods, last = figures_of(outcomes, places), outcomes[-1]
     return {
         "results": {task.name: {"alias": task.name, **methods[last.candidate.name]}},
         "methods": methods,
-        "n-samples": {task.name: {"original": len(last.correct), "effective": len(last.correct)}},
+        "n-samples": {task.name: {"original": len(last.main) + last.counts["questions_skipped"], "effective": len(last.main)}},
         "config": config,
         **environment(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "total_evaluation_time_seconds": round(time.time() - started, 3),
     }
+
+
+def figures_of(outcomes: Sequence[Outcome], places: Sequence[tuple[int, int]]) -> dict[str, dict[str, Any]]:
+    """The figures of each candidate by its name, with p of the first metric against the baseline."""
+    methods = {outcome.candidate.name: _figures(outcome, places) for outcome in outcomes}
+    for name, row in zip(methods, rows(outcomes), strict=True):
+        if row.p is not None:
+            methods[name]["p_against_baseline,none"] = row.p
+    return methods
 
 
 def write_samples(path: Path, outcomes: Sequence[Outcome]) -> None:
@@ -182,12 +287,18 @@ def write_samples(path: Path, outcomes: Sequence[Outcome]) -> None:
                     "position": prompt.position,
                     "slot": prompt.slot,
                     "prompt_hash": hashlib.sha256(prompt.text.encode()).hexdigest()[:16],
-                    "target": prompt.gold,
-                    "prefix": bool(outcome.correct.flat[at]),
-                    "log_likelihood": _finite(float(outcome.log_likelihood.flat[at]), 4),
+                    "prompt_tokens": outcome.prompt_tokens[at],
+                    "prompt_cut": prompt.was_cut,
+                    "target": list(prompt.references) if prompt.golds else prompt.gold,
+                    **{metric: _short(float(values.flat[at])) for metric, values in outcome.scores.items()},
                 }
-                if outcome.outputs is not None and outcome.substring is not None:
-                    sample |= {"output": outcome.outputs[at], "substring": bool(outcome.substring.flat[at])}
+                if outcome.log_likelihood is not None:
+                    sample["log_likelihood"] = _finite(float(outcome.log_likelihood.flat[at]), 4)
+                if outcome.outputs is not None and outcome.output_tokens is not None:
+                    output = outcome.outputs[at]
+                    sample |= {"output": output, "output_tokens": outcome.output_tokens[at], "empty": not output.strip()}
+                if prompt.details:
+                    sample["details"] = dict(prompt.details)
                 file.write(json.dumps(sample, ensure_ascii=False) + "\n")
     path.with_name(path.name + ".part").replace(path)
 
@@ -203,35 +314,41 @@ def environment() -> dict[str, Any]:
 
 
 def _figures(outcome: Outcome, places: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """Of one outcome: the first metric as `acc`, every metric by its own name."""
     positions = [str(position) for _, position in places]
+
+    def by_position(values: np.ndarray, digits: int | None = None) -> dict[str, float | None]:
+        return {p: _finite(float(v), digits) for p, v in zip(positions, values.mean(axis=0), strict=True)}
+
     figures: dict[str, Any] = {
-        "metric": "prefix",
-        "acc,none": float(outcome.correct.mean()),
-        "acc_stderr,none": _finite(standard_error(outcome.correct)),
-        "acc_by_position": dict(zip(positions, outcome.correct.mean(axis=0).tolist(), strict=True)),
-        "log_likelihood_by_position": {
-            position: _finite(float(value), 6)
-            for position, value in zip(positions, outcome.log_likelihood.mean(axis=0), strict=True)
-        },
-        "slots": [slot for slot, _ in places],
-        "compilations": outcome.compilations,
+        "metric": outcome.metric,
+        "acc,none": float(outcome.main.mean()),
+        "acc_stderr,none": _finite(standard_error(outcome.main)),
+        "acc_by_position": by_position(outcome.main),
     }
-    if outcome.substring is not None and outcome.prefix_of_outputs is not None:
+    if outcome.log_likelihood is not None:
+        figures["log_likelihood_by_position"] = by_position(outcome.log_likelihood, 6)
+    figures |= {"slots": [slot for slot, _ in places], "compilations": outcome.compilations, **outcome.counts}
+    for metric, values in outcome.scores.items():
         figures |= {
-            "substring,none": float(outcome.substring.mean()),
-            "substring_stderr,none": _finite(standard_error(outcome.substring)),
-            "substring_by_position": dict(zip(positions, outcome.substring.mean(axis=0).tolist(), strict=True)),
-            "substring_but_not_prefix": int((outcome.substring & ~outcome.correct).sum()),
-            "prefix_differs_from_generation": int((outcome.prefix_of_outputs != outcome.correct).sum()),
+            f"{metric},none": float(values.mean()),
+            f"{metric}_stderr,none": _finite(standard_error(values)),
+            f"{metric}_by_position": by_position(values),
         }
+    if set(ROUGE) <= outcome.scores.keys():
+        each = [{kind: float(outcome.scores[kind].flat[at]) for kind in ROUGE} for at in range(outcome.main.size)]
+        figures["rouge_corpus,none"] = corpus_rouge(each)
+    if outcome.prefix_of_outputs is not None and "prefix" in outcome.scores:
+        prefix = outcome.scores["prefix"] > 0
+        figures["prefix_differs_from_generation"] = int((outcome.prefix_of_outputs != prefix).sum())
+        for metric in outcome.scores.keys() - {"prefix"}:
+            figures[f"{metric}_but_not_prefix"] = int(((outcome.scores[metric] > 0) & ~prefix).sum())
     return figures
 
 
-def _values(outcome: Outcome, metric: str) -> np.ndarray:
-    if metric == "prefix":
-        return outcome.correct
-    assert outcome.substring is not None
-    return outcome.substring
+def _short(value: float) -> float | bool:
+    """Verdicts as true and false, other scores with six digits."""
+    return bool(value) if value in (0.0, 1.0) else round(value, 6)
 
 
 def _finite(value: float, digits: int | None = None) -> float | None:

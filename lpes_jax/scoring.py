@@ -26,7 +26,7 @@ from lpes_jax.errors import UserError
 from lpes_jax.models.llama.generate import greedy
 from lpes_jax.models.llama.model import Llama, hidden_states, output_logits
 from lpes_jax.rope import Granularity, RopeTable, scale_layers
-from lpes_jax.tasks.prompts import EncodedPrompt
+from lpes_jax.tasks.prompts import EncodedPrompt, Prompt, encode, option_prompts
 
 _TOKENS_AT_ONCE = {"cpu": 2**12, "gpu": 2**18}  # a pass this large keeps the device busy; more gains nothing
 _CPU_MEMORY = 2**31  # bytes that activations may take where the device does not say how much it has
@@ -46,7 +46,7 @@ class Batch:
 class Scores(NamedTuple):
     """`correct`: an admitted answer is the greedy continuation. `log_likelihood`: of the admitted answers together, in nats."""
 
-    correct: Bool[np.ndarray, "P N"]
+    correct: Bool[np.ndarray, "P N"] | Float[np.ndarray, "P N"]
     log_likelihood: Float[np.ndarray, "P N"]
 
 
@@ -181,6 +181,90 @@ class Scorer:
             np.logical_or.reduceat(correct, first_rows, axis=1),
             np.logaddexp.reduceat(log_likelihood, first_rows, axis=1),
         )
+
+
+class OptionScorer:
+    """Scores populations on prompts that are decided by options (`prompt.options`, one of them in `prompt.answers`).
+
+    `correct`: the gold option is the likeliest (of equals the first). `log_likelihood`: of the gold one among the options.
+    """
+
+    def __init__(self, model: Llama, tokenizer: Any, prompts: Sequence[Prompt], *, batch_size: int | None = None):
+        options = option_prompts(prompts)
+        self._scorer = Scorer(model, encode(options, tokenizer, model.config.max_position_embeddings), batch_size=batch_size)
+        self._starts = np.cumsum([0, *(len(prompt.options) for prompt in prompts)])
+        self._gold = [prompt.options.index(prompt.answers[0]) for prompt in prompts]
+        self.num_prompts = len(prompts)
+        self.answer_tokens = np.ones(len(prompts), int)
+
+    @property
+    def compilations(self) -> int:
+        return self._scorer.compilations
+
+    @property
+    def individuals_at_once(self) -> int:
+        return self._scorer.individuals_at_once
+
+    def __call__(
+        self,
+        factors: Float[np.ndarray, "P ..."],
+        granularity: Granularity = "layer",
+        on_prompts: Callable[[int], None] = lambda count: None,
+    ) -> Scores:
+        """As `Scorer`'s."""
+        of_option = self._scorer(factors, granularity).log_likelihood
+        correct = np.empty((len(factors), self.num_prompts), bool)
+        log_likelihood = np.empty(correct.shape, np.float32)
+        for at, (start, end, gold) in enumerate(zip(self._starts[:-1], self._starts[1:], self._gold, strict=True)):
+            options = of_option[:, start:end]
+            correct[:, at] = options.argmax(axis=1) == gold
+            log_likelihood[:, at] = options[:, gold] - np.logaddexp.reduce(options, axis=1)
+        on_prompts(correct.size)
+        return Scores(correct, log_likelihood)
+
+
+class GeneratedScorer:
+    """Scores individuals one by one on the text that they generate: the task's own metric, `score(output, prompt)` in [0, 1].
+
+    `correct` is that figure; `log_likelihood` is 0, nothing is teacher-forced.
+    """
+
+    compilations = 0
+    individuals_at_once = 1
+
+    def __init__(
+        self,
+        model: Llama,
+        tokenizer: Any,
+        prompts: Sequence[Prompt],
+        score: Callable[[str, Prompt], float],
+        *,
+        max_new_tokens: int,
+        stop_ids: Sequence[int],
+        batch_size: int | None = None,
+    ):
+        self._model, self._tokenizer, self._prompts, self._score = model, tokenizer, prompts, score
+        self._ids = [prompt.ids for prompt in encode(prompts, tokenizer, model.config.max_position_embeddings)]
+        self._settings = {"max_new_tokens": max_new_tokens, "stop": stop_ids, "batch_size": batch_size}
+        self.num_prompts = len(prompts)
+        self.answer_tokens = np.ones(len(prompts), int)
+
+    def __call__(
+        self,
+        factors: Float[np.ndarray, "P ..."],
+        granularity: Granularity = "layer",
+        on_prompts: Callable[[int], None] = lambda count: None,
+    ) -> Scores:
+        """As `Scorer`'s."""
+        rows = []
+        for individual in factors:
+            ids = generate_ids(
+                self._model, self._ids, factors=individual, granularity=granularity, on_prompts=on_prompts, **self._settings
+            )
+            outputs = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
+            rows.append([self._score(output, prompt) for output, prompt in zip(outputs, self._prompts, strict=True)])
+        scores = np.array(rows, np.float32).reshape(len(factors), self.num_prompts)
+        return Scores(scores, np.zeros_like(scores))
 
 
 def generate_ids(

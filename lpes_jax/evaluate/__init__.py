@@ -3,23 +3,26 @@
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from lpes_jax import evaluation
 from lpes_jax.errors import UserError
+from lpes_jax.evaluate.perplexity import measure_perplexity
 from lpes_jax.evaluation import BASELINE, PLAIN, Candidate, Outcome
 from lpes_jax.factors import LayerFactors, write_json
-from lpes_jax.models.llama import load
-from lpes_jax.models.llama.chat import PromptForm, check_chat, make_chat
-from lpes_jax.report.plots import u_curve
+from lpes_jax.models.llama import Loaded, load
+from lpes_jax.models.llama.chat import Chat, PromptForm, check_chat, make_chat
+from lpes_jax.report.plots import depth_by_length, u_curve
 from lpes_jax.report.progress import SearchProgress
 from lpes_jax.report.tables import console, markdown, position_table
-from lpes_jax.tasks import make_task
 from lpes_jax.tasks.chat import ChatTask
+from lpes_jax.tasks.flags import TaskFlags, task_of, title_of
+from lpes_jax.tasks.metrics import effective_length
+from lpes_jax.tasks.prompts import Overlength
 
 
 @dataclass(frozen=True)
-class EvaluateSettings:
+class EvaluateSettings(TaskFlags):
     """What to measure."""
 
     model: str = "tiny-retriever"
@@ -31,18 +34,8 @@ class EvaluateSettings:
     only_factors: bool = False
     """Leave out the model as it is and the plain prompts."""
 
-    task: str = "kv"
-    """kv: key-value retrieval."""
-    num_pairs: int = 50
-    """Key-value pairs in a prompt."""
-    key_length: int | None = None
-    """Keys and values of this many hexadecimal characters instead of UUIDs."""
-    data: Path | None = None
-    """A lost-in-the-middle .jsonl(.gz) file; without it examples are generated."""
     split: Literal["test", "search", "all"] = "test"
     """test: never overlaps what a search uses; all: every row of a file."""
-    answer_opener: str = ' "'
-    """What stands at the end of the prompt, before the answer; '' admits a bare and a quoted value."""
     apply_chat_template: bool = False
     """Ask in a chat, by the tokenizer's own chat template; the opener stands behind it."""
     prompt_form: PromptForm | None = None
@@ -58,10 +51,15 @@ class EvaluateSettings:
     seed: int = 0
     """Seed of the examples."""
 
-    metrics: tuple[Literal["prefix", "substring"], ...] = ("prefix", "substring")
-    """prefix: the greedy output begins with the answer (nothing is generated); substring: it stands in the generated text."""
-    max_new_tokens: int = 100
-    """Tokens to generate for substring."""
+    metrics: tuple[str, ...] = ()
+    """prefix: the greedy output begins with the answer (nothing is generated); all others are the task's own (default: all, for
+    kv prefix and substring)."""
+    max_new_tokens: int | None = None
+    """Tokens to generate, where something is (default: the task's)."""
+    overlength: Overlength = "error"
+    """What becomes of questions too long for the model's window: skip leaves them out at every position, and counts them."""
+    lengths: tuple[int, ...] = ()
+    """needle: tokens of a prompt, for a heat map of depth and length."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on a GPU, float32 on a CPU."""
     batch_size: int | None = None
@@ -69,8 +67,45 @@ class EvaluateSettings:
 
 
 def run_evaluation(settings: EvaluateSettings) -> list[Outcome]:
-    """Measure, write the folder, print the table. Raises UserError where the settings, the model or the data cannot be used."""
+    """Measure, write the folder, print the table; return the outcomes (of `perplexity` none, it is all in the folder).
+
+    Raises UserError where the settings, the model or the data cannot be used.
+    """
     started = time.time()
+    _check(settings)
+    task = task_of(settings, max_new_tokens=settings.max_new_tokens)
+    factors = None if settings.factors is None else LayerFactors.load(settings.factors)
+    by_task = not settings.lengths and settings.task != "perplexity"
+    examples = (
+        task.examples(settings.split, settings.limit, settings.seed) if by_task else []
+    )  # a bad file shows before the model
+    loaded = load(settings.model, settings.dtype)
+    config = loaded.model.config
+    candidates = [] if settings.only_factors else [Candidate(PLAIN, plain=True), Candidate(BASELINE)]
+    if factors is not None:
+        factors.for_model(config.num_layers, config.num_kv_heads, config.rotary_dim, str(settings.factors))
+        candidates.append(Candidate("factors", factors))
+    if settings.task == "perplexity":
+        unforced = [candidate for candidate in candidates if not candidate.plain]
+        results = measure_perplexity(task, loaded, unforced, settings.split, settings.limit, settings.batch_size)
+        _folder(settings)
+        write_json(settings.output_path / "results.json", results | _record(settings, loaded, None))
+        return []
+    chat = make_chat(
+        loaded.tokenizer,
+        apply_chat_template=settings.apply_chat_template,
+        prompt_form=settings.prompt_form,
+        system_prompt=settings.system_prompt,
+    )
+    if settings.lengths:
+        return _by_length(settings, task, loaded, chat, candidates, started)
+    places, outcomes = _measure(settings, task, examples, loaded, chat, candidates)
+    results = evaluation.results_record(task, outcomes, places, _record(settings, loaded, chat), started)
+    _write(settings, task, outcomes, places, results, loaded.identity["name"])
+    return outcomes
+
+
+def _check(settings: EvaluateSettings) -> None:
     if settings.limit < 1:
         raise UserError(f"--limit must be at least 1, got {settings.limit}")
     if settings.batch_size is not None and settings.batch_size < 1:
@@ -79,35 +114,27 @@ def run_evaluation(settings: EvaluateSettings) -> list[Outcome]:
         raise UserError("--positions: give at least one position, in percent")
     if settings.only_factors and settings.factors is None:
         raise UserError("--only-factors needs --factors")
+    if settings.lengths and settings.task != "needle":
+        raise UserError("--lengths goes with --task needle; other tasks have items to count (--num-pairs, --num-documents)")
     check_chat(
         apply_chat_template=settings.apply_chat_template,
         prompt_form=settings.prompt_form,
         system_prompt=settings.system_prompt,
     )
-    task = make_task(
-        settings.task,
-        num_pairs=settings.num_pairs,
-        key_length=settings.key_length,
-        data=settings.data,
-        answer_opener=settings.answer_opener,
-    )
-    places = evaluation.slots_of(task, settings.positions, settings.slots)
-    examples = task.examples(settings.split, settings.limit, settings.seed)
-    factors = None if settings.factors is None else LayerFactors.load(settings.factors)
-    loaded = load(settings.model, settings.dtype)
-    chat = make_chat(
-        loaded.tokenizer,
-        apply_chat_template=settings.apply_chat_template,
-        prompt_form=settings.prompt_form,
-        system_prompt=settings.system_prompt,
-    )
+
+
+def _measure(
+    settings: EvaluateSettings,
+    task: Any,
+    examples: Sequence[Any],
+    loaded: Loaded,
+    chat: Chat | None,
+    candidates: Sequence[Candidate],
+) -> tuple[list[tuple[int, int]], list[Outcome]]:
+    """The places of the fact, and an outcome for each candidate that the task has prompts for."""
     if chat is not None:
         task = ChatTask(task, chat.render)
-    config = loaded.model.config
-    candidates = [] if settings.only_factors else [Candidate(PLAIN, plain=True), Candidate(BASELINE)]
-    if factors is not None:
-        factors.for_model(config.num_layers, config.num_kv_heads, config.rotary_dim, str(settings.factors))
-        candidates.append(Candidate("factors", factors))
+    places = evaluation.slots_of(task, settings.positions if task.num_items > 1 else (0,), settings.slots)
     measured = [candidate for candidate in candidates if not candidate.plain or task.plain is not None]
     with SearchProgress(len(measured) * len(examples) * len(places)) as progress:
         progress.note(f"measuring {loaded.identity['name']}")
@@ -118,35 +145,79 @@ def run_evaluation(settings: EvaluateSettings) -> list[Outcome]:
             examples,
             places,
             measured,
-            metrics=settings.metrics,
+            metrics=settings.metrics or evaluation.default_metrics(task),
             max_new_tokens=settings.max_new_tokens,
             stop_ids=loaded.stop_ids,
+            overlength=settings.overlength,
             batch_size=settings.batch_size,
             on_prompts=progress.prompts,
         )
+    return places, outcomes
+
+
+def _by_length(
+    settings: EvaluateSettings, task: Any, loaded: Loaded, chat: Chat | None, candidates: Sequence[Candidate], started: float
+) -> list[Outcome]:
+    """The task at each length: a heat map of depth and length for each candidate, and the length up to which it holds."""
+    by_length: dict[int, list[Outcome]] = {}
+    places: list[tuple[int, int]] = []
+    for length in sorted(settings.lengths):
+        version = task.of_length(length, loaded.tokenizer)
+        examples = version.examples(settings.split, settings.limit, settings.seed)
+        places, by_length[length] = _measure(settings, version, examples, loaded, chat, candidates)
+    lengths, last = list(by_length), by_length[max(by_length)]
+    record = evaluation.results_record(task, last, places, _record(settings, loaded, chat), started)
+    record["by_length"] = {length: evaluation.figures_of(outcomes, places) for length, outcomes in by_length.items()}
+    record["effective_length"] = {}
+    _folder(settings)
+    out = console()
+    positions = [position for _, position in places]
+    for at, outcome in enumerate(last):
+        name = outcome.candidate.name
+        accuracy = [outcomes[at].main.mean(axis=0).tolist() for outcomes in by_length.values()]
+        means = [sum(row) / len(row) for row in accuracy]
+        record["effective_length"][name] = effective_length(lengths, means)
+        stem = settings.output_path / f"depth_by_length_{name.replace(' ', '_')}"
+        depth_by_length(stem, positions, lengths, accuracy, f"{loaded.identity['name']}, {name}: {outcome.metric}")
+        shown = ", ".join(f"{length}: {100 * mean:.1f}" for length, mean in zip(lengths, means, strict=True))
+        out.print(f"{name}, {outcome.metric} in % by length: {shown}; effective length: {record['effective_length'][name]}")
+    write_json(settings.output_path / "results.json", record)
+    everything = [outcome for outcomes in by_length.values() for outcome in outcomes]
+    evaluation.write_samples(settings.output_path / "samples.jsonl", everything)
+    out.print(f"results: {settings.output_path}", highlight=False, soft_wrap=True)
+    return everything
+
+
+def _record(settings: EvaluateSettings, loaded: Loaded, chat: Chat | None) -> dict[str, Any]:
     record = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(settings).items()}
-    record |= {"model_identity": loaded.identity, "chat": chat and chat.record}
-    results = evaluation.results_record(task, outcomes, places, record, started)
-    _write(settings, outcomes, places, results, loaded.identity["name"])
-    return outcomes
+    return record | {"model_identity": loaded.identity, "chat": chat and chat.record}
+
+
+def _folder(settings: EvaluateSettings) -> None:
+    try:
+        settings.output_path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output-path {settings.output_path}: cannot be written ({error.strerror})") from error
 
 
 def _write(
-    settings: EvaluateSettings, outcomes: list[Outcome], places: list[tuple[int, int]], results: dict, model: str
+    settings: EvaluateSettings,
+    task: Any,
+    outcomes: list[Outcome],
+    places: list[tuple[int, int]],
+    results: dict[str, Any],
+    model: str,
 ) -> None:
     folder = settings.output_path
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--output-path {folder}: cannot be written ({error.strerror})") from error
+    _folder(settings)
     evaluation.write_samples(folder / "samples.jsonl", outcomes)
     write_json(folder / "results.json", results)
     positions = [position for _, position in places]
-    title = f"{model}, {settings.num_pairs} key-value pairs, {len(outcomes[0].correct)} questions"
-    curves = {outcome.candidate.name: (outcome.correct.mean(axis=0).tolist(), len(outcome.correct)) for outcome in outcomes}
+    title = f"{model}, {title_of(settings, task)}, {len(outcomes[0].main)} questions"
+    curves = {outcome.candidate.name: (outcome.main.mean(axis=0).tolist(), len(outcome.main)) for outcome in outcomes}
     u_curve(folder / "positions", positions, curves, title)
     out, tables = console(), []
-    for metric in settings.metrics:
+    for metric in outcomes[0].scores:
         table_rows = evaluation.rows(outcomes, metric)
         out.print(position_table(table_rows, positions, f"{title}: {metric}"))
         tables.append(f"{metric}\n\n{markdown(table_rows, positions)}\n")
@@ -154,4 +225,7 @@ def _write(
     for name, figures in results["methods"].items():
         if "substring_but_not_prefix" in figures:
             out.print(f"{name}: {figures['substring_but_not_prefix']} answers that substring accepts and prefix does not")
+        unusual = {key: figures[key] for key in evaluation.COUNTS if figures.get(key)}
+        if unusual:
+            out.print(f"{name}: " + ", ".join(f"{key.replace('_', ' ')}: {count}" for key, count in unusual.items()))
     out.print(f"{outcomes[-1].compilations} compiled shapes; results: {folder}", highlight=False, soft_wrap=True)

@@ -71,6 +71,33 @@ def u_curve(
     return _save(figure, stem)
 
 
+def depth_by_length(
+    stem: Path, positions: Sequence[int], lengths: Sequence[int], accuracy: Sequence[Sequence[float]], title: str
+) -> tuple[Path, Path]:
+    """The needle's heat map: depth in percent down, tokens of the prompt across. accuracy: [lengths][positions], 0 ... 1.
+
+    The same figures go to stem.csv.
+    """
+    percent = 100 * np.asarray(accuracy, float).T
+    figure = Figure(figsize=(1.6 + 0.9 * len(lengths), 1.6 + 0.6 * len(positions)), dpi=200, layout="constrained")
+    axes = figure.add_subplot()
+    image = axes.imshow(percent, vmin=0, vmax=100, cmap="cividis", aspect="auto")
+    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+    axes.set_yticks(range(len(positions)), [f"{position}" for position in positions])
+    axes.set(xlabel="tokens of the prompt", ylabel="depth of the needle (%)")
+    for row, column in np.ndindex(percent.shape):
+        colour = "black" if percent[row, column] > 60 else "white"
+        axes.text(column, row, f"{percent[row, column]:.0f}", ha="center", va="center", color=colour, fontsize=8)
+    figure.colorbar(image, ax=axes, label="%")
+    axes.set_title(title, loc="left", fontweight="bold", fontsize=9)
+    lines = [",".join(["depth", *map(str, lengths)])]
+    lines += [
+        ",".join([str(depth), *(f"{value:.4f}" for value in row / 100)]) for depth, row in zip(positions, percent, strict=True)
+    ]
+    stem.with_name(stem.name + ".csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return _save(figure, stem)
+
+
 def factors_by_layer(
     stem: Path,
     factors: Float[np.ndarray, "L *rest"],

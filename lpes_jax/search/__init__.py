@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lpes_jax.curves import bezier_outline
+from lpes_jax.errors import UserError
 from lpes_jax.evaluation import BASELINE, PLAIN, results_record, rows, write_samples
 from lpes_jax.factors import write_json
 from lpes_jax.models.llama import load
@@ -16,8 +17,8 @@ from lpes_jax.report.plots import factors_by_layer, u_curve
 from lpes_jax.report.tables import console, markdown, position_table
 from lpes_jax.search.loop import SearchResult, search
 from lpes_jax.search.settings import SearchSettings, as_record, check, preset
-from lpes_jax.tasks import make_task
 from lpes_jax.tasks.chat import ChatTask
+from lpes_jax.tasks.flags import task_of, title_of
 
 __all__ = ["SearchResult", "SearchSettings", "preset", "run_search"]
 
@@ -29,13 +30,10 @@ def run_search(settings: SearchSettings) -> SearchResult:
     """
     started = time.time()
     check(settings)
-    task = make_task(
-        settings.task,
-        num_pairs=settings.num_pairs,
-        key_length=settings.key_length,
-        data=settings.data,
-        answer_opener=settings.answer_opener,
-    )
+    task = task_of(settings, max_new_tokens=settings.max_new_tokens)
+    if settings.task == "perplexity":
+        raise UserError("--task perplexity has no questions to search on; search on another task and evaluate on this one")
+    what = title_of(settings, task)
     loaded = load(settings.model, settings.dtype)
     chat = make_chat(
         loaded.tokenizer,
@@ -46,7 +44,7 @@ def run_search(settings: SearchSettings) -> SearchResult:
     if chat is not None:
         task = ChatTask(task, chat.render)
     identity = loaded.identity | {"chat": chat and chat.record}
-    result = search(settings, loaded.model, loaded.tokenizer, task, identity)
+    result = search(settings, loaded.model, loaded.tokenizer, task, identity, loaded.stop_ids)
     folder = settings.output_path
     evaluation = results_record(
         task, result.outcomes, result.places, as_record(settings) | {"model_identity": identity}, started
@@ -55,21 +53,21 @@ def run_search(settings: SearchSettings) -> SearchResult:
     factors.save(folder / "factors.json")
     write_samples(folder / "samples.jsonl", result.outcomes)
     write_json(folder / "results.json", evaluation)
-    _report(replace(result, factors=factors), settings, folder, loaded.identity["name"])
+    _report(replace(result, factors=factors), settings, folder, f"{loaded.identity['name']}, {what}", loaded.identity["name"])
     return result
 
 
-def _report(result: SearchResult, settings: SearchSettings, folder: Path, model: str) -> None:
+def _report(result: SearchResult, settings: SearchSettings, folder: Path, title: str, model: str) -> None:
     positions = [position for _, position in result.places]
     table_rows = rows(result.outcomes)
-    title = f"{model}, {settings.num_pairs} key-value pairs, {len(result.outcomes[0].correct)} held-out questions"
+    title = f"{title}, {len(result.outcomes[0].main)} held-out questions"
     u_curve(
         folder / "positions",
         positions,
         {
             _LABELS.get(outcome.candidate.name, outcome.candidate.name): (
-                outcome.correct.mean(axis=0).tolist(),
-                len(outcome.correct),
+                outcome.main.mean(axis=0).tolist(),
+                len(outcome.main),
             )
             for outcome in result.outcomes
             if outcome.candidate.name != PLAIN

@@ -18,16 +18,18 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from lpes_jax.curves import CURVES
-from lpes_jax.evaluation import BASELINE, PLAIN, Candidate, Outcome, environment, evaluate, slots_of
+from lpes_jax.errors import UserError
+from lpes_jax.evaluation import BASELINE, PLAIN, Candidate, Outcome, default_metrics, environment, evaluate, slots_of
 from lpes_jax.factors import LayerFactors, read_json, write_json
+from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.report.progress import SearchProgress
-from lpes_jax.scoring import Scorer
+from lpes_jax.scoring import GeneratedScorer, OptionScorer, Scorer
 from lpes_jax.search.genetic import CROSSOVER, FAILED_CROSSOVER, INITIAL, MUTATION, Lineage, PaperGA
 from lpes_jax.search.run_folder import RunFolder
 from lpes_jax.search.settings import SearchSettings, as_record, genetic_settings, scaled_layers
 from lpes_jax.tasks import prompts as task_prompts
-from lpes_jax.tasks.prompts import Task
+from lpes_jax.tasks.prompts import Prompt, Task
 
 SEARCH_POSITIONS = (0, 50, 100)
 OPERATORS = {INITIAL: "initial", MUTATION: "mutation", CROSSOVER: "crossover", FAILED_CROSSOVER: "crossover_failed"}
@@ -44,39 +46,44 @@ class SearchResult:
     places: list[tuple[int, int]]
 
 
-def search(settings: SearchSettings, model: Llama, tokenizer: Any, task: Task, identity: dict[str, Any]) -> SearchResult:
+def search(
+    settings: SearchSettings,
+    model: Llama,
+    tokenizer: Any,
+    task: Task,
+    identity: dict[str, Any],
+    stop_ids: Sequence[int] = (),
+) -> SearchResult:
     """Run the search, its settings checked, and leave its history.
 
-    `identity` names the model in the records (name, num_layers, sha256). Raises UserError for what the user got wrong, before
-    anything is scored.
+    `identity` names the model in the records (name, num_layers, sha256); `stop_ids` end a generated text. Raises UserError for
+    what the user got wrong, before anything is scored.
     """
     started = time.time()
     config = model.config
     layers = scaled_layers(settings, config.num_layers)
     ga = PaperGA(genetic_settings(settings, len(layers)))
-    places = slots_of(task, settings.positions)
-    search_places = slots_of(task, SEARCH_POSITIONS)
+    movable = task.num_items > 1
+    places = slots_of(task, settings.positions if movable else (0,))
+    search_places = slots_of(task, SEARCH_POSITIONS if movable else (0,))
     examples = task.examples("search", settings.limit, settings.seed)
     held_out = task.examples("test", settings.test_limit, settings.seed)
-    prompts = [task.prompt(example, *place) for example in examples for place in search_places]
-    scorer = Scorer(
-        model,
-        task_prompts.encode(prompts, tokenizer, config.max_position_embeddings),
-        batch_size=settings.batch_size,
-        population_chunk=settings.population_chunk,
-    )
+    scorer = _scorer(settings, model, tokenizer, task, examples, search_places, stop_ids)
+    metrics = settings.metrics or default_metrics(task)[:1]
     # The same check for the held-out prompts, now and not after the search.
+    generates = task.decided_by == "generation" and any(metric != "prefix" for metric in metrics)
     for version in (task, task.plain):
         if version is not None:
-            longest = [version.prompt(example, *place) for example in held_out for place in places]
-            task_prompts.encode(longest, tokenizer, config.max_position_embeddings)
+            asked = [version.prompt(example, *place) for example in held_out for place in places]
+            _fit(settings, config, version, tokenizer, asked, generates)
     folder = RunFolder(settings.output_path, {"model": identity, "settings": as_record(settings)}, settings.resume)
 
     size, offspring = ga.settings.population_size, ga.population_size
     individuals = size + settings.generations * offspring + settings.uniform_candidates
     total = individuals * scorer.num_prompts + _HELD_OUT * len(held_out) * len(places)
     with SearchProgress(total) as progress:
-        fitness = _Fitness(settings, scorer, ga, factors_of_points(settings, config.num_layers), folder, progress)
+        positions = [position for _, position in search_places]
+        fitness = _Fitness(settings, scorer, positions, ga, factors_of_points(settings, config.num_layers), folder, progress)
         _run(ga, settings, fitness)
         progress.note("tuning one uniform factor on the same examples")
         uniform = _tuned_uniform(settings, fitness, folder.path / "uniform.json", config.num_layers)
@@ -114,10 +121,62 @@ def search(settings: SearchSettings, model: Llama, tokenizer: Any, task: Task, i
                 Candidate("pi", pi),
                 Candidate("lpes", found),
             ],
+            metrics=metrics,
+            max_new_tokens=settings.max_new_tokens,
+            stop_ids=stop_ids,
+            overlength=settings.overlength,
             batch_size=settings.batch_size,
             on_prompts=progress.prompts,
         )
     return SearchResult(found, outcomes, np.array(best["control_points"]), places)
+
+
+def _scorer(
+    settings: SearchSettings,
+    model: Llama,
+    tokenizer: Any,
+    task: Task,
+    examples: Sequence[Any],
+    places: Sequence[tuple[int, int]],
+    stop_ids: Sequence[int],
+) -> Scorer | OptionScorer | GeneratedScorer:
+    """What scores the search examples. Raises UserError where the task cannot be scored in the way that is asked for."""
+    prompts = [task.prompt(example, *place) for example in examples for place in places]
+    by_text = settings.fitness == "metric" and task.decided_by == "generation"
+    prompts = _fit(settings, model.config, task, tokenizer, prompts, by_text)
+    if not by_text and not all(prompt.answers for prompt in prompts):
+        raise UserError(
+            f"--fitness {settings.fitness}: --task {task.name} has no short answers to expect; use --fitness metric"
+        )
+    if task.decided_by == "options":
+        return OptionScorer(model, tokenizer, prompts, batch_size=settings.batch_size)
+    if by_text:
+        metric, new_tokens = task.metrics[0], settings.max_new_tokens or task.max_new_tokens
+
+        def score(output: str, prompt: Prompt) -> float:
+            return task.score(task_prompts.before_stop(output, task.stop), prompt)[metric]
+
+        return GeneratedScorer(
+            model, tokenizer, prompts, score, max_new_tokens=new_tokens, stop_ids=stop_ids, batch_size=settings.batch_size
+        )
+    encoded = task_prompts.encode(prompts, tokenizer, model.config.max_position_embeddings)
+    return Scorer(model, encoded, batch_size=settings.batch_size, population_chunk=settings.population_chunk)
+
+
+def _fit(
+    settings: SearchSettings, config: LlamaConfig, task: Task, tokenizer: Any, prompts: Sequence[Prompt], generates: bool
+) -> list[Prompt]:
+    fitted = task_prompts.fit(
+        prompts,
+        tokenizer,
+        config.max_position_embeddings,
+        max_prompt_tokens=task.max_prompt_tokens,
+        new_tokens=(settings.max_new_tokens or task.max_new_tokens) if generates else 0,
+        overlength=settings.overlength,
+    )
+    if prompts and not fitted.prompts:
+        raise UserError("--overlength skip leaves out all questions; use fewer items a prompt")
+    return fitted.prompts
 
 
 def factors_of_points(settings: SearchSettings, num_layers: int) -> Callable[[Float[Array, "P C 2"]], Float[Array, "P L"]]:
@@ -148,13 +207,15 @@ class _Fitness:
     def __init__(
         self,
         settings: SearchSettings,
-        scorer: Scorer,
+        scorer: Scorer | OptionScorer | GeneratedScorer,
+        positions: Sequence[int],
         ga: PaperGA,
         factors_of: Callable[[Float[Array, "P C 2"]], Float[Array, "P L"]],
         folder: RunFolder,
         progress: SearchProgress,
     ):
         self.settings, self.scorer, self.ga, self.folder, self.progress = settings, scorer, ga, folder, progress
+        self.positions = positions
         self.records: list[dict[str, Any]] = []
         self.evaluations = 0  # individuals that the model scored: those whose factors had not been seen
         self._seen: dict[bytes, dict[str, Any]] = {}
@@ -216,25 +277,25 @@ class _Fitness:
         self.records += records
 
     def _summary(self, correct: np.ndarray, log_likelihood: np.ndarray) -> dict[str, Any]:
-        places = len(SEARCH_POSITIONS)
+        places = len(self.positions)
         accuracy = correct.reshape(-1, places).mean(axis=0, dtype=np.float64)
         likelihood = log_likelihood.reshape(-1, places).astype(np.float64)
         # The geometric mean of the answer tokens' probabilities: in (0, 1], whatever the answer's length.
         probability = np.exp(likelihood / self.scorer.answer_tokens.reshape(-1, places)).mean(axis=0)
-        weights = np.array(self.settings.weights)
+        weights = np.array(self.settings.weights) if places == len(SEARCH_POSITIONS) else np.ones(places)
         finite = bool(np.isfinite(likelihood).all())
         if self.settings.fitness == "log_likelihood":
             fitness = float(weights @ likelihood.mean(axis=0))
         else:
             fitness = float(weights @ accuracy)
             if self.settings.tie_break:
-                fitness += tie_break_scale(self.settings.weights, len(likelihood)) * float(weights @ probability)
+                fitness += tie_break_scale(weights.tolist(), len(likelihood)) * float(weights @ probability)
         return {
             "fitness": round(fitness, 9) if finite else None,
-            "accuracy": {str(position): value for position, value in zip(SEARCH_POSITIONS, accuracy.tolist(), strict=True)},
+            "accuracy": {str(position): value for position, value in zip(self.positions, accuracy.tolist(), strict=True)},
             "log_likelihood": {
                 str(position): round(value, 4) if finite else None
-                for position, value in zip(SEARCH_POSITIONS, likelihood.mean(axis=0).tolist(), strict=True)
+                for position, value in zip(self.positions, likelihood.mean(axis=0).tolist(), strict=True)
             },
         }
 

@@ -11,9 +11,11 @@ from typing import Any, Literal
 from lpes_jax.errors import UserError
 from lpes_jax.models.llama.chat import PromptForm, check_chat
 from lpes_jax.search.genetic import GeneticSettings
+from lpes_jax.tasks.flags import TaskFlags
+from lpes_jax.tasks.prompts import Overlength
 
 Curve = Literal["bezier", "linear", "step", "free", "authors"]
-Fitness = Literal["accuracy", "log_likelihood"]
+Fitness = Literal["accuracy", "log_likelihood", "metric"]
 
 PRESETS: dict[str, dict[str, Any]] = {
     # The same algorithm where small models see something: from the model as it is, below 1 too, ties broken by likelihood.
@@ -43,7 +45,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class SearchSettings:
+class SearchSettings(TaskFlags):
     """What to search, on what, and how."""
 
     model: str = "tiny-retriever"
@@ -51,16 +53,6 @@ class SearchSettings:
     output_path: Path = Path("runs/search")
     """Folder of the run: history.jsonl, factors.json, results.json, pictures."""
 
-    task: str = "kv"
-    """The task whose examples are searched on: kv (key-value retrieval)."""
-    num_pairs: int = 50
-    """Key-value pairs in a prompt."""
-    key_length: int | None = None
-    """Keys and values of this many hexadecimal characters instead of UUIDs."""
-    data: Path | None = None
-    """A lost-in-the-middle .jsonl(.gz) file to take the examples from; without it they are generated."""
-    answer_opener: str = ' "'
-    """What stands at the end of the prompt, before the answer; '' admits a bare and a quoted value."""
     apply_chat_template: bool = False
     """Ask in a chat, by the tokenizer's own chat template; the opener stands behind it."""
     prompt_form: PromptForm | None = None
@@ -73,6 +65,12 @@ class SearchSettings:
     """Held-out examples that the search reports on at its end."""
     positions: tuple[int, ...] = (0, 25, 50, 75, 100)
     """Positions of that report, in percent of the prompt."""
+    metrics: tuple[str, ...] = ()
+    """Metrics of that report (default: prefix for kv, else the task's own)."""
+    max_new_tokens: int | None = None
+    """Tokens to generate where something is (default: the task's)."""
+    overlength: Overlength = "error"
+    """What becomes of questions too long for the model's window: skip leaves them out at every position, and counts them."""
     seed: int = 0
     """One seed for examples and for the search."""
 
@@ -95,7 +93,8 @@ class SearchSettings:
     y_step: float = 0.05
     """Lattice of the control points' y; 0: continuous."""
     fitness: Fitness = "accuracy"
-    """Weighted accuracy, or weighted log-likelihood of the gold answer."""
+    """accuracy: the greedy output begins with the gold answer (or the likeliest option is right), weighted by position;
+    log_likelihood: of the gold answer; metric: the task's own, of generated text."""
     tie_break: bool = True
     """Break ties of accuracy by the answers' likelihood."""
     weights: tuple[float, float, float] = (0.2, 0.3, 0.5)
