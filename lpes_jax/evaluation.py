@@ -180,7 +180,9 @@ class _Measure:
             log_likelihood = None
             if verdicts is not None:
                 correct, log_likelihood = verdicts(factors.factors[None], factors.granularity, self.on_prompts)
-                scores["prefix" if task.decided_by == "generation" else task.metrics[0]] = correct[0].astype(float)
+                scores["prefix" if task.decided_by == "generation" else task.metrics[0]] = (
+                    correct[0].astype(float).reshape(shape)
+                )
             outcome = Outcome(
                 candidate,
                 prompts,
@@ -192,8 +194,7 @@ class _Measure:
             )
             if self.new_tokens:
                 outcome = self._generated(outcome, task, encoded, factors, shape)
-            by_metric = {metric: outcome.scores[metric].reshape(shape) for metric in self.metrics}
-            outcomes.append(replace(outcome, scores=by_metric))
+            outcomes.append(replace(outcome, scores={metric: outcome.scores[metric] for metric in self.metrics}))
         return outcomes
 
     def _generated(
@@ -214,7 +215,7 @@ class _Measure:
             task_prompts.before_stop(output, task.stop) for output in self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         ]
         scored = [task.score(output, prompt) for output, prompt in zip(outputs, outcome.prompts, strict=True)]
-        own = {metric: np.array([score[metric] for score in scored]) for metric in task.metrics}
+        own = {metric: np.array([score[metric] for score in scored]).reshape(shape) for metric in task.metrics}
         begun = [begins_with(new, prompt.answers) for new, prompt in zip(ids, encoded, strict=True)]
         counts = {
             "outputs_empty": sum(not output.strip() for output in outputs),

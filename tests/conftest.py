@@ -12,10 +12,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from lpes_jax.errors import UserError
 from lpes_jax.models import zoo
 from lpes_jax.models.llama import Llama, LlamaConfig
+from lpes_jax.models.llama.checkpoint import save_llama
 from lpes_jax.rope import RopeParameters
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -65,3 +68,16 @@ def tiny_model(tiny_config: LlamaConfig) -> Llama:
     keys = iter(jax.random.split(jax.random.key(1), len(jax.tree.leaves(state))))
     state = jax.tree.map(lambda leaf: leaf * 6 + 0.1 * jax.random.normal(next(keys), leaf.shape, leaf.dtype), state)
     return nnx.merge(graph, state)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Llama) -> Path:
+    """The tiny model with a byte tokenizer, as a Hugging Face folder."""
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    save_llama(nnx.clone(tiny_model), folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({token: at for at, token in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    return folder

@@ -8,26 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from flax import nnx
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from lpes_jax.factors import LayerFactors
-from lpes_jax.models.llama import Llama
-from lpes_jax.models.llama.checkpoint import save_llama
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Llama) -> Path:
-    """The tiny model with a byte tokenizer, as a Hugging Face folder."""
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    save_llama(nnx.clone(tiny_model), folder)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({token: at for at, token in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
-    return folder
 
 
 def lpes(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -1,6 +1,7 @@
 """Measure a model by the position of the fact: `run_evaluation(EvaluateSettings(...))`, or `python -m lpes_jax.evaluate`."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal

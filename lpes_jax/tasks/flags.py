@@ -68,7 +68,8 @@ class TaskFlags:
 def task_of(flags: TaskFlags, **more: Any) -> Any:
     """The task that the flags ask for. Raises UserError as `make_task` does."""
     named = [field.name for field in fields(TaskFlags) if field.name != "task"]
-    given = {name: value for name in named if (value := getattr(flags, name)) not in (None, (), False)}
+    given = {name: getattr(flags, name) for name in named}
+    given = {name: value for name, value in given.items() if value is not None and value is not False and value != ()}
     if flags.task == "kv":
         given.setdefault("num_pairs", 50)
     own = settings_of(flags.task)
