@@ -130,7 +130,7 @@ def test_needle_by_depth_and_length(tmp_path):
     by_length = {length: figures["baseline"]["acc,none"] for length, figures in record["by_length"].items()}
     assert list(by_length) == ["500", "700"]
     assert record["effective_length"]["baseline"] == effective_length([500, 700], list(by_length.values()))
-    table = list(csv.reader((folder / "depth_by_length_baseline.csv").open()))
+    table = list(csv.reader((folder / "depth_by_length_baseline.csv").read_text().splitlines()))
     assert table[0] == ["depth", "500", "700"] and [row[0] for row in table[1:]] == ["0", "100"]
     assert (folder / "depth_by_length_baseline.png").stat().st_size > 5000
 
