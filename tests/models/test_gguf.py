@@ -160,7 +160,7 @@ def test_absurd_counts_are_refused_at_once_and_without_allocation(tmp_path, posi
         GgufFile.open(path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 2**20 and time.perf_counter() - began < 1
+    assert peak < 2**20 and time.perf_counter() - began < 10
 
 
 @pytest.mark.filterwarnings("ignore:.*freq_base")
