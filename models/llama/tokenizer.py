@@ -14,6 +14,7 @@ that model's own tokenizer.json does. All agree on text that begins with neither
 """
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,6 +119,12 @@ def _from_folder(folder: Path) -> "transformers.PreTrainedTokenizerFast":
 
     if not any((folder / name).exists() for name in _FOLDER_FILES):
         raise UserError(f"{folder}: no tokenizer ({', '.join(_FOLDER_FILES)}); put the model's tokenizer.json there")
+    only_sentencepiece = not any((folder / name).exists() for name in ("tokenizer.json", "vocab.json"))
+    if only_sentencepiece and (folder / "tokenizer.model").exists() and find_spec("sentencepiece") is None:
+        raise UserError(
+            f"{folder}: tokenizer.model alone, which only SentencePiece reads; convert it once: "
+            "AutoTokenizer.from_pretrained(folder).save_pretrained(folder), with sentencepiece installed"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # anything: the files' content decides which class of which library fails

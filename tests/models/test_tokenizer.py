@@ -1,6 +1,7 @@
 """Tokenizers out of GGUF files against recorded ids, a plain reimplementation and transformers' own classes."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import gguf
@@ -376,3 +377,11 @@ def test_what_is_no_id_is_refused(tmp_path, eos):
 def test_ids_beyond_the_embedding_are_refused(tiny_model):
     with pytest.raises(UserError, match="gives the id 300, but the model's embedding has 300 rows"):
         generate_ids(tiny_model, [[1, 2], [3, 300]], max_new_tokens=1)
+
+
+@pytest.mark.skipif(find_spec("sentencepiece") is not None, reason="sentencepiece reads it")
+def test_a_sentencepiece_file_alone_says_how_to_convert_it(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x05")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    with pytest.raises(UserError, match="save_pretrained.*sentencepiece"):
+        load_tokenizer(tmp_path)
