@@ -90,7 +90,7 @@ def _report(result: SearchResult, settings: SearchSettings, folder: Path, title:
     out.print(
         f"{search['individuals']} individuals, {search['evaluations']} scored by the model, "
         f"{search['compilations']} compiled shapes, {search['seconds']:.0f} s. "
-        f"'{PLAIN}' has no opener ({settings.answer_opener!r}) behind the prompt; p is against '{BASELINE}', over questions.",
+        f"'{PLAIN}' has no forced opener behind the prompt; p is against '{BASELINE}', over questions.",
         highlight=False,
     )
     out.print(f"run folder: {folder}", highlight=False, soft_wrap=True)

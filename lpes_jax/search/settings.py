@@ -33,13 +33,13 @@ PRESETS: dict[str, dict[str, Any]] = {
         "initial_factor": 2.5,
         "max_change_y": 1.5,
         "limit": 8,
-        "test_limit": 15,
+        "test_limit": 10,
         "population_size": 12,
         "parents": 4,
         "mutations": 6,
         "crossovers": 1,
         "generations": 3,
-        "uniform_candidates": 7,
+        "uniform_candidates": 4,
     },
 }
 
