@@ -16,12 +16,12 @@ test: .venv/installed-$(EXTRAS)
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --quiet --editable .
+	.venv/bin/python -m pip install --quiet --no-compile --editable .
 	touch $@
 
 .venv/installed-$(EXTRAS): pyproject.toml
 	$(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --quiet --editable '.[$(EXTRAS)]'
+	.venv/bin/python -m pip install --quiet --no-compile --editable '.[$(EXTRAS)]'
 	touch $@
 
 clean:
