@@ -18,7 +18,7 @@ from lpes_jax.models.llama import Llama
 from lpes_jax.search.genetic import PaperGA
 from lpes_jax.search.loop import search, tie_break_scale
 from lpes_jax.search.settings import SearchSettings, genetic_settings, preset, scaled_layers
-from lpes_jax.tasks.key_value import KeyValue
+from lpes_jax.tasks.flags import task_of
 
 pytestmark = pytest.mark.promotes
 IDENTITY = {"name": "tiny", "num_layers": 3, "sha256": "0"}
@@ -47,7 +47,7 @@ def guesser(tiny_model: Llama, tokenizer: PreTrainedTokenizerFast) -> Llama:
 
 def run(settings: SearchSettings, model: Llama, tokenizer: PreTrainedTokenizerFast) -> tuple[list[dict], dict]:
     """The history and config of a search, and what it returned in the last line's place."""
-    task = KeyValue(settings.num_pairs, settings.key_length, answer_opener=settings.answer_opener)
+    task = task_of(settings)
     result = search(settings, model, tokenizer, task, IDENTITY)
     return history_of(settings.output_path), {"result": result}
 
