@@ -98,6 +98,7 @@ def evaluate(
     metrics: Sequence[str] = ("prefix",),
     max_new_tokens: int | None = None,
     stop_ids: Sequence[int] = (),
+    stop: Sequence[str] = (),
     overlength: Overlength = "error",
     batch_size: int | None = None,
     on_prompts: Report = lambda count: None,
@@ -112,7 +113,7 @@ def evaluate(
         raise UserError(f"--metrics {unknown[0]}: --task {task.name} has {', '.join(known)}")
     new_tokens = task.max_new_tokens if max_new_tokens is None else max_new_tokens
     generates = task.decided_by == "generation" and any(metric != "prefix" for metric in metrics)
-    measure = _Measure(model, tokenizer, metrics, new_tokens if generates else 0, stop_ids, batch_size, on_prompts)
+    measure = _Measure(model, tokenizer, metrics, new_tokens if generates else 0, stop_ids, stop, batch_size, on_prompts)
     fitted = {
         plain: measure.fit(version, examples, places, overlength)
         for plain, version in ((True, task.plain), (False, task))
@@ -142,6 +143,7 @@ class _Measure:
     metrics: Sequence[str]
     new_tokens: int
     stop_ids: Sequence[int]
+    stop: Sequence[str]
     batch_size: int | None
     on_prompts: Report
 
@@ -212,7 +214,8 @@ class _Measure:
             on_prompts=report,
         )
         outputs = [
-            task_prompts.before_stop(output, task.stop) for output in self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+            task_prompts.before_stop(output, (*task.stop, *self.stop))
+            for output in self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         ]
         scored = [task.score(output, prompt) for output, prompt in zip(outputs, outcome.prompts, strict=True)]
         own = {metric: np.array([score[metric] for score in scored]).reshape(shape) for metric in task.metrics}

@@ -159,6 +159,10 @@ def test_search_on_needles(tmp_path, model_folder, fitness):
     history = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
     assert len(history) == 3 + 3 and all(line["fitness"] is not None for line in history)
     assert set(history[0]["accuracy"]) == {"0", "50", "100"}
+    if fitness == "metric":  # nothing was teacher-forced: no likelihood is claimed, and none breaks ties
+        assert history[0]["log_likelihood"] == dict.fromkeys(("0", "50", "100"))
+        weights = {"0": 0.2, "50": 0.3, "100": 0.5}
+        assert all(line["fitness"] == pytest.approx(sum(weights[p] * line["accuracy"][p] for p in weights)) for line in history)
     assert list(results(folder)["methods"]) == ["baseline", "uniform", "pi", "lpes"]
 
 
@@ -178,6 +182,7 @@ def test_search_on_options_has_one_position(tmp_path, model_folder, choices):
         (["--task", "needle", "--num-pairs", "3"], "--num-pairs"),
         (["--task", "kv", "--lengths", "100"], "--lengths"),
         (["--task", "kv", "--num-pairs", "3", "--metrics", "f1"], "--metrics f1"),
+        (["--task", "kv", "--num-pairs", "3", "--stop", r"\n"], "--stop"),
     ],
 )
 def test_flags_of_another_task_are_refused(tmp_path, model_folder, capsys, flags, named):

@@ -19,7 +19,7 @@ from lpes_jax.report.tables import console, markdown, position_table
 from lpes_jax.tasks.chat import ChatTask
 from lpes_jax.tasks.flags import TaskFlags, task_of, title_of
 from lpes_jax.tasks.metrics import effective_length
-from lpes_jax.tasks.prompts import Overlength
+from lpes_jax.tasks.prompts import Overlength, checked_stop
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,8 @@ class EvaluateSettings(TaskFlags):
     kv prefix and substring)."""
     max_new_tokens: int | None = None
     """Tokens to generate, where something is (default: the task's)."""
+    stop: tuple[str, ...] = ()
+    """Texts that end an output, besides the model's own end and the task's."""
     overlength: Overlength = "error"
     """What becomes of questions too long for the model's window: skip leaves them out at every position, and counts them."""
     lengths: tuple[int, ...] = ()
@@ -76,10 +78,9 @@ def run_evaluation(settings: EvaluateSettings) -> list[Outcome]:
     _check(settings)
     task = task_of(settings, max_new_tokens=settings.max_new_tokens)
     factors = None if settings.factors is None else LayerFactors.load(settings.factors)
-    by_task = not settings.lengths and settings.task != "perplexity"
-    examples = (
-        task.examples(settings.split, settings.limit, settings.seed) if by_task else []
-    )  # a bad file shows before the model
+    examples = []
+    if settings.task != "perplexity" and not settings.lengths:  # before the model is loaded: a bad file shows at once
+        examples = task.examples(settings.split, settings.limit, settings.seed)
     loaded = load(settings.model, settings.dtype)
     config = loaded.model.config
     candidates = [] if settings.only_factors else [Candidate(PLAIN, plain=True), Candidate(BASELINE)]
@@ -117,6 +118,7 @@ def _check(settings: EvaluateSettings) -> None:
         raise UserError("--only-factors needs --factors")
     if settings.lengths and settings.task != "needle":
         raise UserError("--lengths goes with --task needle; other tasks have items to count (--num-pairs, --num-documents)")
+    checked_stop(settings.stop)
     check_chat(
         apply_chat_template=settings.apply_chat_template,
         prompt_form=settings.prompt_form,
@@ -149,6 +151,7 @@ def _measure(
             metrics=settings.metrics or evaluation.default_metrics(task),
             max_new_tokens=settings.max_new_tokens,
             stop_ids=loaded.stop_ids,
+            stop=settings.stop,
             overlength=settings.overlength,
             batch_size=settings.batch_size,
             on_prompts=progress.prompts,

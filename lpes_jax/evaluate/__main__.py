@@ -1,9 +1,9 @@
 """Measure a model, with factors or without, by the position of the fact.
 
 Examples:
-  python -m lpes_jax.evaluate --num-pairs 5 --limit 100 --output-path OUT
+  python -m lpes_jax.evaluate --num-pairs 36 --key-length 8 --limit 100 --output-path OUT
       the model as it is: its U curve
-  python -m lpes_jax.evaluate --num-pairs 5 --limit 100 --factors RUN/factors.json --output-path OUT
+  python -m lpes_jax.evaluate --num-pairs 36 --key-length 8 --limit 100 --factors RUN/factors.json --output-path OUT
       and what factors change, with a paired test
   python -m lpes_jax.evaluate --model DIR --data kv-retrieval-75_keys.jsonl.gz --num-pairs 75 --split all --output-path OUT
       lost-in-the-middle's own file

@@ -80,7 +80,7 @@ def search(
 
     size, offspring = ga.settings.population_size, ga.population_size
     individuals = size + settings.generations * offspring + settings.uniform_candidates
-    total = individuals * scorer.num_prompts + _HELD_OUT * len(held_out) * len(places)
+    total = individuals * scorer.num_prompts + (_HELD_OUT - (task.plain is None)) * len(held_out) * len(places)
     with SearchProgress(total) as progress:
         positions = [position for _, position in search_places]
         fitness = _Fitness(settings, scorer, positions, ga, factors_of_points(settings, config.num_layers), folder, progress)
@@ -284,17 +284,18 @@ class _Fitness:
         probability = np.exp(likelihood / self.scorer.answer_tokens.reshape(-1, places)).mean(axis=0)
         weights = np.array(self.settings.weights) if places == len(SEARCH_POSITIONS) else np.ones(places)
         finite = bool(np.isfinite(likelihood).all())
+        by_text = isinstance(self.scorer, GeneratedScorer)  # which has no likelihood
         if self.settings.fitness == "log_likelihood":
             fitness = float(weights @ likelihood.mean(axis=0))
         else:
             fitness = float(weights @ accuracy)
-            if self.settings.tie_break:
+            if self.settings.tie_break and not by_text:
                 fitness += tie_break_scale(weights.tolist(), len(likelihood)) * float(weights @ probability)
         return {
             "fitness": round(fitness, 9) if finite else None,
             "accuracy": {str(position): value for position, value in zip(self.positions, accuracy.tolist(), strict=True)},
             "log_likelihood": {
-                str(position): round(value, 4) if finite else None
+                str(position): round(value, 4) if finite and not by_text else None
                 for position, value in zip(self.positions, likelihood.mean(axis=0).tolist(), strict=True)
             },
         }

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Literal
 from lpes_jax.errors import UserError
 from lpes_jax.tasks.data import content_id, json_rows, need_file, split_of, take
 from lpes_jax.tasks.metrics import ROUGE, exam_letters, exam_score, f1, rouge
-from lpes_jax.tasks.prompts import Cut, Prompt, Split, continuation
+from lpes_jax.tasks.prompts import Cut, Generated, Prompt, Split, Unmoved, continuation
 from lpes_jax.tasks.prompts import position as position_of
 
 F1_SUBSETS = ("financial_qa", "legal_contract_qa", "multidoc_qa", "narrative_qa", "natural_question", "scientific_qa")
@@ -92,7 +92,7 @@ class Example:
 
 
 @dataclass(frozen=True)
-class LEval:
+class LEval(Unmoved, Generated):
     """The task `l_eval`: one of `SUBSETS`, from its file. Raises UserError for settings that cannot be."""
 
     subset: str = "coursera"
@@ -109,27 +109,11 @@ class LEval:
         need_file(self.data, SOURCE)
 
     @property
-    def num_items(self) -> int:
-        return 1
-
-    @property
-    def plain(self) -> None:
-        return None
-
-    @property
-    def decided_by(self) -> Literal["generation"]:
-        return "generation"
-
-    @property
     def metrics(self) -> tuple[str, ...]:
         """`exam` is the benchmark's; `exact` has no quarters and no guessed letter. For ROUGE see `metrics.corpus_rouge`."""
         if self.subset in F1_SUBSETS:
             return ("f1",)
         return ("rouge", *ROUGE) if self.subset in ROUGE_SUBSETS else ("exam", "exact")
-
-    @property
-    def stop(self) -> tuple[str, ...]:
-        return ()
 
     def examples(self, split: Split, count: int | None, seed: int) -> list[Example]:
         """The first `count` questions of the split in the file's order; `seed` has no effect."""

@@ -30,7 +30,7 @@ from typing import ClassVar, Literal
 
 from lpes_jax.errors import UserError
 from lpes_jax.tasks.data import content_id, split_of, take
-from lpes_jax.tasks.prompts import Cut, Prompt, Split
+from lpes_jax.tasks.prompts import Cut, Prompt, Split, Unmoved
 from lpes_jax.tasks.prompts import position as position_of
 
 LETTERS = "ABCD"
@@ -70,7 +70,7 @@ class Example:
 
 
 @dataclass(frozen=True)
-class MultipleChoice:
+class MultipleChoice(Unmoved):
     """The tasks `mmlu` and `ceval`.
 
     subjects: the subjects by their file names; empty for all there are.
@@ -106,14 +106,6 @@ class MultipleChoice:
 
     def _known(self, data: Path) -> list[str]:
         return sorted(file.name.removesuffix(f"_{self._part}.csv") for file in (data / self._part).glob(f"*_{self._part}.csv"))
-
-    @property
-    def num_items(self) -> int:
-        return 1
-
-    @property
-    def plain(self) -> None:
-        return None
 
     @property
     def decided_by(self) -> Literal["options"]:

@@ -133,12 +133,32 @@ class Task(Protocol[Example]):
         ...
 
 
-class Generation:
-    """What the tasks that generate short answers have in common, and other tasks in part."""
+class Unmoved:
+    """What the tasks without positions have in common: one item, and nothing forced behind their prompts."""
+
+    @property
+    def num_items(self) -> int:
+        return 1
+
+    @property
+    def plain(self) -> None:
+        return None
+
+
+class Generated:
+    """What the tasks that are decided by generated text have in common."""
 
     @property
     def decided_by(self) -> Literal["generation"]:
         return "generation"
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        return ()
+
+
+class Generation(Generated):
+    """What those with short answers have in common besides."""
 
     @property
     def max_new_tokens(self) -> int:
@@ -147,10 +167,6 @@ class Generation:
     @property
     def max_prompt_tokens(self) -> int | None:
         return None
-
-    @property
-    def stop(self) -> tuple[str, ...]:
-        return ()
 
 
 class Fitted(NamedTuple):

@@ -14,12 +14,12 @@ Documents, with all that is asked about them, belong to `search` (40 %) or `test
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from lpes_jax.errors import UserError
 from lpes_jax.tasks.data import content_id, json_rows, need_file, split_of, take
 from lpes_jax.tasks.metrics import ROUGE, choice, concordance, exponential_similarity, f1, percentage, rouge
-from lpes_jax.tasks.prompts import Cut, Prompt, Split, continuation
+from lpes_jax.tasks.prompts import Cut, Generated, Prompt, Split, Unmoved, continuation
 from lpes_jax.tasks.prompts import position as position_of
 
 METRICS = {
@@ -56,7 +56,7 @@ class Example:
 
 
 @dataclass(frozen=True)
-class ZeroScrolls:
+class ZeroScrolls(Unmoved, Generated):
     """The task `zero_scrolls`: one of `METRICS`, from its validation file. Raises UserError for settings that cannot be."""
 
     subset: str = "gov_report"
@@ -72,26 +72,10 @@ class ZeroScrolls:
         need_file(self.data, SOURCE)
 
     @property
-    def num_items(self) -> int:
-        return 1
-
-    @property
-    def plain(self) -> None:
-        return None
-
-    @property
-    def decided_by(self) -> Literal["generation"]:
-        return "generation"
-
-    @property
     def metrics(self) -> tuple[str, ...]:
         """For summaries the means of the last three give the benchmark's own figure: `metrics.corpus_rouge`."""
         metric = METRICS[self.subset]
         return ("rouge", *ROUGE) if metric == "rouge" else (metric,)
-
-    @property
-    def stop(self) -> tuple[str, ...]:
-        return ()
 
     def examples(self, split: Split, count: int | None, seed: int) -> list[Example]:
         """The first `count` questions of the split in the file's order; `seed` has no effect."""
