@@ -329,6 +329,7 @@ def _figures(outcome: Outcome, places: Sequence[tuple[int, int]]) -> dict[str, A
         "acc,none": float(outcome.main.mean()),
         "acc_stderr,none": _finite(standard_error(outcome.main)),
         "acc_by_position": by_position(outcome.main),
+        "acc_stderr_by_position": {p: _finite(standard_error(v)) for p, v in zip(positions, outcome.main.T, strict=True)},
     }
     if outcome.log_likelihood is not None:
         figures["log_likelihood_by_position"] = by_position(outcome.log_likelihood, 6)

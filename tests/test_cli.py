@@ -45,7 +45,9 @@ def test_search_leaves_its_folder_and_prints_its_table(searched):
     assert factors.model["num_layers"] == 3 and len(factors.model["sha256"]) == 64
     assert factors.search["search_space"] == {"paper": str((3 * 31) ** 3), "valid": str(31**3), "brute_force": str(31**3)}
     results = json.loads((folder / "results.json").read_text())
-    assert results["results"]["kv"]["acc_by_position"].keys() == {"0", "25", "50", "75", "100"}
+    accuracy, stderr = (results["results"]["kv"][name] for name in ("acc_by_position", "acc_stderr_by_position"))
+    assert accuracy.keys() == stderr.keys() == {"0", "25", "50", "75", "100"}
+    assert all(stderr[p] == pytest.approx((accuracy[p] * (1 - accuracy[p]) / (2 - 1)) ** 0.5) for p in accuracy)
     assert list(results["methods"]) == ["plain prompt", "baseline", "uniform", "pi", "lpes"]
     assert results["n-samples"] == {"kv": {"original": 2, "effective": 2}}
     assert {"versions", "date", "total_evaluation_time_seconds", "config"} <= results.keys()
