@@ -50,9 +50,14 @@ class Scores(NamedTuple):
     log_likelihood: Float[np.ndarray, "P N"]
 
 
-def batch_scores(model: Llama, batch: Batch, table: RopeTable) -> tuple[Bool[Array, "B"], Float[Array, "B"]]:
-    """For each row: are all answer tokens the argmax, and the sum of their log-probabilities in nats."""
-    hidden = hidden_states(model, batch.tokens, table)
+def batch_scores(
+    model: Llama, batch: Batch, table: RopeTable, *, remat: bool = False
+) -> tuple[Bool[Array, "B"], Float[Array, "B"]]:
+    """For each row: are all answer tokens the argmax, and the sum of their log-probabilities in nats.
+
+    `remat` is `hidden_states`'s, for gradients.
+    """
+    hidden = hidden_states(model, batch.tokens, table, remat=remat)
     at = jnp.minimum(batch.first[:, None] + jnp.arange(batch.answers.shape[1]), batch.tokens.shape[1] - 1)
     logits = output_logits(model, jnp.take_along_axis(hidden, at[:, :, None], axis=1))  # [B, A, V]
     chosen = jnp.take_along_axis(logits, batch.answers[:, :, None], axis=-1)[..., 0]
@@ -306,6 +311,20 @@ def round_up(length: int) -> int:
     return -(-length // step) * step
 
 
+def pack_rows(rows: Sequence[tuple[list[int], list[int]]], answer_length: int | None = None) -> Batch:
+    """(prompt ids, answer ids) of each row as one batch, padded to the longest."""
+    answer_length = answer_length or max(len(answer) for _, answer in rows)
+    length = round_up(max(len(ids) + len(answer) for ids, answer in rows))
+    tokens, _ = _padded([ids + answer for ids, answer in rows], length)
+    answers, answer_lengths = _padded([answer for _, answer in rows], answer_length)
+    return Batch(
+        tokens=jnp.asarray(tokens),
+        first=jnp.array([len(ids) - 1 for ids, _ in rows], jnp.int32),
+        answers=jnp.asarray(answers),
+        is_answer=jnp.asarray(np.arange(answer_length) < answer_lengths[:, None]),
+    )
+
+
 def _batches(rows: list[tuple[list[int], list[int]]], batch_size: int) -> list[tuple[np.ndarray, Batch]]:
     # Sorted by length, so that a batch holds rows alike; each with its rows' indices. A short batch repeats its first row.
     order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]) + len(rows[i][1]))
@@ -314,20 +333,7 @@ def _batches(rows: list[tuple[list[int], list[int]]], batch_size: int) -> list[t
     for start in range(0, len(order), batch_size):
         at = order[start : start + batch_size]
         filled = [rows[i] for i in at] + [rows[at[0]]] * (batch_size - len(at))
-        length = round_up(max(len(ids) + len(answer) for ids, answer in filled))
-        tokens, _ = _padded([ids + answer for ids, answer in filled], length)
-        answers, answer_lengths = _padded([answer for _, answer in filled], answer_length)
-        batches.append(
-            (
-                np.array(at),
-                Batch(
-                    tokens=jnp.asarray(tokens),
-                    first=jnp.array([len(ids) - 1 for ids, _ in filled], jnp.int32),
-                    answers=jnp.asarray(answers),
-                    is_answer=jnp.asarray(np.arange(answer_length) < answer_lengths[:, None]),
-                ),
-            )
-        )
+        batches.append((np.array(at), pack_rows(filled, answer_length)))
     return batches
 
 

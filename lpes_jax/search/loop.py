@@ -4,6 +4,7 @@ The fitness of an individual is the weighted sum over begin, middle and end (pos
 accuracy (section 3.2), or of their mean answer log-likelihood. Individuals with the same factors are scored once.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,8 +27,16 @@ from lpes_jax.models.llama.model import Llama
 from lpes_jax.report.progress import SearchProgress
 from lpes_jax.scoring import GeneratedScorer, OptionScorer, Scorer
 from lpes_jax.search.genetic import CROSSOVER, FAILED_CROSSOVER, INITIAL, MUTATION, Lineage, PaperGA
+from lpes_jax.search.gradient import GradientSettings, Look, descend, pack
 from lpes_jax.search.run_folder import RunFolder
-from lpes_jax.search.settings import SearchSettings, as_record, genetic_settings, scaled_layers
+from lpes_jax.search.settings import (
+    SearchSettings,
+    as_record,
+    genetic_settings,
+    gradient_settings,
+    scaled_layers,
+    start_points,
+)
 from lpes_jax.tasks import prompts as task_prompts
 from lpes_jax.tasks.prompts import Prompt, Task
 
@@ -62,7 +71,8 @@ def search(
     started = time.time()
     config = model.config
     layers = scaled_layers(settings, config.num_layers)
-    ga = PaperGA(genetic_settings(settings, len(layers)))
+    by_gradient = gradient_settings(settings) if settings.algorithm == "gradient" else None
+    ga = None if by_gradient else PaperGA(genetic_settings(settings, len(layers)))
     movable = task.num_items > 1
     places = slots_of(task, settings.positions if movable else (0,))
     search_places = slots_of(task, SEARCH_POSITIONS if movable else (0,))
@@ -78,13 +88,20 @@ def search(
             _fit(settings, config, version, tokenizer, asked, generates)
     folder = RunFolder(settings.output_path, {"model": identity, "settings": as_record(settings)}, settings.resume)
 
-    size, offspring = ga.settings.population_size, ga.population_size
-    individuals = size + settings.generations * offspring + settings.uniform_candidates
+    individuals = settings.uniform_candidates
+    if ga is not None:
+        individuals += ga.settings.population_size + settings.generations * ga.population_size
     total = individuals * scorer.num_prompts + (_HELD_OUT - (task.plain is None)) * len(held_out) * len(places)
     with SearchProgress(total) as progress:
         positions = [position for _, position in search_places]
-        fitness = _Fitness(settings, scorer, positions, ga, factors_of_points(settings, config.num_layers), folder, progress)
-        _run(ga, settings, fitness)
+        to_factors = factors_of_points(settings, config.num_layers)
+        fitness = _Fitness(settings, scorer, positions, jax.jit(jax.vmap(to_factors)), folder, progress)
+        if ga is not None:
+            _run(ga, settings, fitness)
+        elif by_gradient is not None:
+            prompts = [task.prompt(example, *place) for example in examples for place in search_places]
+            prompts = _fit(settings, config, task, tokenizer, prompts, generates=False)
+            _descend(settings, by_gradient, model, tokenizer, prompts, to_factors, fitness)
         progress.note("tuning one uniform factor on the same examples")
         uniform = _tuned_uniform(settings, fitness, folder.path / "uniform.json", config.num_layers)
         progress.note("measuring on held-out questions")
@@ -96,7 +113,7 @@ def search(
             rope=config.rope.to_hf(),
             search={
                 **as_record(settings),
-                "search_space": {name: value and str(value) for name, value in ga.settings.search_space().items()},
+                "search_space": None if ga is None else {k: v and str(v) for k, v in ga.settings.search_space().items()},
                 "fitness_of_best": best["fitness"],
                 "best_individual": best["id"],
                 "individuals": len(fitness.records),
@@ -179,14 +196,58 @@ def _fit(
     return fitted.prompts
 
 
-def factors_of_points(settings: SearchSettings, num_layers: int) -> Callable[[Float[Array, "P C 2"]], Float[Array, "P L"]]:
-    """The compiled map from control points to the factors of all layers: 1 where `--layers` leaves a layer out."""
+def factors_of_points(settings: SearchSettings, num_layers: int) -> Callable[[Float[Array, "C 2"]], Float[Array, "L"]]:
+    """The map from control points to the factors of all layers: 1 where `--layers` leaves a layer out."""
     layers, curve = scaled_layers(settings, num_layers), CURVES[settings.curve]
 
     def factors(points: Float[Array, "C 2"]) -> Float[Array, "L"]:
         return jnp.ones(num_layers, points.dtype).at[layers.start : layers.stop].set(curve(points, len(layers)))
 
-    return jax.jit(jax.vmap(factors))
+    return factors
+
+
+def _descend(
+    settings: SearchSettings,
+    by_gradient: GradientSettings,
+    model: Llama,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    to_factors: Callable[[Float[Array, "C 2"]], Float[Array, "L"]],
+    fitness: "_Fitness",
+) -> None:
+    """Gradient descent on the first questions, looked at on the last ones; a line of history for each look."""
+    if not all(prompt.answers for prompt in prompts):
+        raise UserError("--algorithm gradient needs a task with answers to expect")
+    config, places = model.config, len(fitness.positions)
+    weights = settings.weights if places == len(SEARCH_POSITIONS) else (1.0,)
+    questions = len(prompts) // places
+    held_back = math.ceil(by_gradient.validation_share * questions)
+    if held_back >= questions:
+        raise UserError(f"--limit {questions} leaves no question to learn from beside --validation-share; raise it")
+    encoded = task_prompts.encode(prompts, tokenizer, config.max_position_embeddings)
+    border = (questions - held_back) * places
+    train, validation = (pack(part, list(weights) * (len(part) // places)) for part in (encoded[:border], encoded[border:]))
+    longest = max(len(prompt.ids) + max(map(len, prompt.answers)) for prompt in encoded)
+
+    def on_look(look: Look) -> None:
+        record = {
+            "id": len(fitness.records),
+            "generation": look.step,
+            "operator": "gradient" if look.step else "initial",
+            "control_points": look.points.tolist(),
+            "factors": [round(float(factor), 7) for factor in look.factors],
+            "fitness": round(-look.validation_loss, 9) if math.isfinite(look.validation_loss) else None,
+            "validation_accuracy": look.validation_accuracy,
+            "train_loss": round(look.train_loss, 6) if look.step else None,
+        }
+        fitness.records.append(record)
+        fitness.folder.append([record])
+        fitness.progress.note(f"step {look.step}/{by_gradient.steps}  loss on held-back questions {look.validation_loss:.4f}")
+
+    points = start_points(settings, len(scaled_layers(settings, config.num_layers)))
+    box = (settings.min_factor, settings.max_factor)
+    table = config.rope_table(longest)
+    descend(model, train, validation, points, to_factors, table, box, by_gradient, settings.seed, on_look=on_look)
 
 
 def _run(ga: PaperGA, settings: SearchSettings, fitness: "_Fitness") -> None:
@@ -194,11 +255,12 @@ def _run(ga: PaperGA, settings: SearchSettings, fitness: "_Fitness") -> None:
     key = jax.random.key(settings.seed)
     params = ga.default_params
     genes, lineage = ga.initial_population(jax.random.fold_in(key, 0), params)
-    state = ga.init(jax.random.fold_in(key, 1), genes, -fitness(0, genes, lineage), params)
+    state = ga.init(jax.random.fold_in(key, 1), genes, -fitness(0, ga.recorded_points(genes), lineage), params)
     for generation in range(1, settings.generations + 1):
         key_ask, key_tell = jax.random.split(jax.random.fold_in(key, generation + 1))
         genes, state = ga.ask(key_ask, state, params)
-        state, _ = ga.tell(key_tell, genes, -fitness(generation, genes, state.lineage), state, params)
+        scores = fitness(generation, ga.recorded_points(genes), state.lineage)
+        state, _ = ga.tell(key_tell, genes, -scores, state, params)
 
 
 class _Fitness:
@@ -209,12 +271,11 @@ class _Fitness:
         settings: SearchSettings,
         scorer: Scorer | OptionScorer | GeneratedScorer,
         positions: Sequence[int],
-        ga: PaperGA,
         factors_of: Callable[[Float[Array, "P C 2"]], Float[Array, "P L"]],
         folder: RunFolder,
         progress: SearchProgress,
     ):
-        self.settings, self.scorer, self.ga, self.folder, self.progress = settings, scorer, ga, folder, progress
+        self.settings, self.scorer, self.folder, self.progress = settings, scorer, folder, progress
         self.positions = positions
         self.records: list[dict[str, Any]] = []
         self.evaluations = 0  # individuals that the model scored: those whose factors had not been seen
@@ -226,11 +287,10 @@ class _Fitness:
         """The fittest individual of all; the first of equals."""
         return max(self.records, key=lambda record: -np.inf if record["fitness"] is None else record["fitness"])
 
-    def __call__(self, generation: int, genes: Float[Array, "P C 2"], lineage: Lineage) -> Float[Array, "P"]:
+    def __call__(self, generation: int, points: Float[np.ndarray, "P C 2"], lineage: Lineage) -> Float[Array, "P"]:
         """The fitness of a generation, NaN where scores are not finite; a line of history for each individual."""
         best = f"best {self.best['fitness']:.4f}" if self.records and self.best["fitness"] is not None else ""
         self.progress.note(f"generation {generation}/{self.settings.generations}  {best}")
-        points = self.ga.recorded_points(genes)
         factors = np.asarray(self._factors_of(jnp.asarray(points, jnp.float32)))
         origin = jax.tree.map(np.asarray, lineage)
         for start in range(0, len(points), self.scorer.individuals_at_once):

@@ -8,12 +8,17 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+from jaxtyping import Float
+
 from lpes_jax.errors import UserError
 from lpes_jax.models.llama.chat import PromptForm, check_chat
 from lpes_jax.search.genetic import GeneticSettings
+from lpes_jax.search.gradient import GradientSettings
 from lpes_jax.tasks.flags import TaskFlags
 from lpes_jax.tasks.prompts import Overlength
 
+Algorithm = Literal["ga", "gradient"]
 Curve = Literal["bezier", "linear", "step", "free", "authors"]
 Fitness = Literal["accuracy", "log_likelihood", "metric"]
 
@@ -74,8 +79,8 @@ class SearchSettings(TaskFlags):
     seed: int = 0
     """One seed for examples and for the search."""
 
-    algorithm: Literal["ga"] = "ga"
-    """ga: the paper's genetic algorithm."""
+    algorithm: Algorithm = "ga"
+    """ga: the paper's genetic algorithm; gradient: Adam on the log-likelihood of the answers."""
     curve: Curve = "bezier"
     """How control points give the layers' factors; authors: the map of the paper's released code."""
     control_points: int | None = None
@@ -119,6 +124,19 @@ class SearchSettings(TaskFlags):
     """Generations after the first (T)."""
     uniform_candidates: int = 16
     """Values tried for one uniform factor, the control that LPES has to beat."""
+
+    steps: int = 200
+    """gradient: steps of Adam."""
+    learning_rate: float = 0.03
+    """gradient: at the start; it falls to 0 along a cosine."""
+    minibatch_size: int = 24
+    """gradient: prompts a step."""
+    validation_share: float = 0.25
+    """gradient: share of the search examples that the best step is chosen on."""
+    look_every: int = 10
+    """gradient: steps between two looks at these."""
+    patience: int = 0
+    """gradient: end after so many looks without a new best; 0: never."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on a GPU, float32 on a CPU."""
@@ -178,6 +196,28 @@ def genetic_settings(settings: SearchSettings, num_layers: int) -> GeneticSettin
     if free:
         values["max_change_x"] = 0.0
     return GeneticSettings(**values)
+
+
+def gradient_settings(settings: SearchSettings) -> GradientSettings:
+    """The gradient's part. Raises UserError for what it cannot do."""
+    if settings.resume:
+        raise UserError("--resume: --algorithm gradient starts anew; give another --output-path")
+    if settings.fitness == "metric":
+        raise UserError("--fitness metric has no gradient; --algorithm gradient takes the answers' log-likelihood")
+    return GradientSettings(**{field.name: getattr(settings, field.name) for field in fields(GradientSettings)})
+
+
+def start_points(settings: SearchSettings, num_layers: int) -> Float[np.ndarray, "C 2"]:
+    """Control points evenly spread over `num_layers` scaled layers, all at `--initial-factor` (one a layer for `free`)."""
+    count = num_layers if settings.curve == "free" else settings.control_points or 4
+    if not settings.min_factor <= settings.initial_factor <= settings.max_factor or settings.min_factor <= 0:
+        raise UserError(
+            f"--initial-factor {settings.initial_factor} must lie from --min-factor {settings.min_factor} (above 0) to "
+            f"--max-factor {settings.max_factor}"
+        )
+    if not 2 <= count <= max(num_layers, 2):
+        raise UserError(f"--control-points must be from 2 to the number of scaled layers, {num_layers}, got {count}")
+    return np.stack([np.linspace(0, num_layers - 1, count), np.full(count, settings.initial_factor)], axis=1)
 
 
 def as_record(settings: SearchSettings) -> dict[str, Any]:
