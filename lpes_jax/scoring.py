@@ -66,6 +66,31 @@ def batch_scores(
     return correct.all(axis=-1), jnp.where(batch.is_answer, log_probability, 0).sum(axis=-1)
 
 
+@partial(jax.jit, static_argnames=("chunk", "remat"))
+def token_nll(
+    model: Llama, tokens: Int[Array, "B T"], table: RopeTable, chunk: int = 256, *, remat: bool = False
+) -> Float[Array, "B T"]:
+    """-log p of each token in nats, float32; 0 for a row's first, which nothing predicts.
+
+    The logits of `chunk` positions of every row are in memory together. `remat` is `hidden_states`'s, for gradients.
+    """
+    hidden = hidden_states(model, tokens, table, remat=remat)[:, :-1]
+    batch, length, width = hidden.shape
+    chunk = min(chunk, length)
+    padding = -length % chunk
+    hidden = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0))).reshape(batch, -1, chunk, width).swapaxes(0, 1)
+    wanted = jnp.pad(tokens[:, 1:], ((0, 0), (0, padding))).reshape(batch, -1, chunk).swapaxes(0, 1)
+
+    def nll(hidden_and_wanted: tuple[Array, Array]) -> Array:
+        hidden, wanted = hidden_and_wanted
+        logits = output_logits(model, hidden)
+        return jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, wanted[..., None], axis=-1)[..., 0]
+
+    values = jax.lax.map(jax.checkpoint(nll) if remat else nll, (hidden, wanted))
+    values = values.swapaxes(0, 1).reshape(batch, -1)[:, :length]
+    return jnp.pad(values, ((0, 0), (1, 0)))
+
+
 def population_scores(
     model: Llama,
     batch: Batch,

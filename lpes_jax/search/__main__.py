@@ -18,7 +18,7 @@ from typing import Literal
 
 from lpes_jax.cli import run_verb, value_of
 from lpes_jax.search import run_search
-from lpes_jax.search.settings import PRESETS, SearchSettings
+from lpes_jax.search.settings import PRESETS, SearchSettings, preset_values
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,9 @@ class SearchFlags(SearchSettings):
 def main(arguments: Sequence[str] | None = None) -> int:
     """The verb; returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    chosen = PRESETS.get(value_of("--preset", arguments) or "default", {})  # an unknown name is refused by the parser
-    defaults = SearchFlags(**chosen)
+    chosen = value_of("--preset", arguments) or "default"
+    algorithm = value_of("--algorithm", arguments) or "ga"
+    defaults = SearchFlags(**preset_values(chosen, algorithm) if chosen in PRESETS else {})  # the parser refuses others
     return run_verb(defaults, run_search, __doc__ or "", arguments, "search")
 
 

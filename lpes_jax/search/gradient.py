@@ -1,21 +1,28 @@
-"""Layer factors by gradient descent: the paper's baseline (Appendix C, Table 11), and with other settings our best optimiser.
+"""Factors by gradient descent: the paper's baseline (Appendix C, Table 11), and with other settings our best optimiser.
 
-The loss of a question is -log p of its gold answer (of all admitted answers together) with its fact at each search position,
-weighted by position; answers are teacher-forced behind the prompt. Adam (optax) moves what the factors are made of: the y's of
-a curve's control points, or with `free` one factor a layer. After each step they are put back into the box (projected gradient
-descent). A part of the search questions is held back: every few steps the loss on these is looked at, and the parameters with
-the lowest loss are the result.
+The loss is, in nats,
 
-Layers are rematerialised in the backward pass, so memory does not grow with their number. The model is an argument of every
-compiled function.
+    mean over the tasks (lengths) of the mean over a minibatch of  -weight(position) log p(gold answer | prompt)
+    + text_weight x mean -log p of a token of plain text
+    + penalty(parameters)
 
-Letters: N prompts, R rows of a prompt (its admitted answers), B = N x R, L layers, C control points.
+with teacher-forced answers, all admitted ones together. Adam (optax) moves the parameters, and after each step they are put
+back into their box (projected gradient descent). A part of the questions and of the text is held back: every few steps the
+loss on these is looked at, and the parameters with the lowest are the result, of those looks where plain text has not become
+less likely than is allowed.
+
+What the parameters are is the caller's: `apply(model, parameters)` gives the model and RoPE table that are scored. Layers are
+rematerialised in the backward pass, so memory does not grow with their number. The model is an argument of every compiled
+function.
+
+Letters: N prompts, R rows of a prompt (its admitted answers), B = N x R, W windows of text, T tokens.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,38 +32,50 @@ from jaxtyping import Array, Bool, Float, Int
 
 from lpes_jax.errors import UserError
 from lpes_jax.models.llama.model import Llama
-from lpes_jax.rope import Granularity, RopeTable, scale_layers
-from lpes_jax.scoring import Batch, batch_scores, pack_rows
+from lpes_jax.rope import RopeTable
+from lpes_jax.scoring import Batch, batch_scores, pack_rows, token_nll
 from lpes_jax.tasks.prompts import EncodedPrompt
 
-FactorsOf = Callable[[Float[Array, "C 2"]], Float[Array, "L"]]
+Parameters = Any  # a pytree of float arrays
+Apply = Callable[[Llama, Parameters], tuple[Llama, RopeTable]]
 
 
 @dataclass(frozen=True)
 class GradientSettings:
-    """`minibatch_size` is in prompts, `learning_rate` in factors (Adam's steps are about as large). UserError where wrong."""
+    """`minibatch_size` in prompts of a task, `text_minibatch` in windows, `learning_rate` in units of the parameters.
+
+    Adam's steps are about as large as the learning rate. Raises UserError for what cannot be.
+    """
 
     steps: int = 200
     learning_rate: float = 0.03
+    schedule: Literal["cosine", "constant"] = "cosine"
+    weights_in: Literal["loss", "sampling"] = "loss"
     minibatch_size: int = 24
     validation_share: float = 0.25
     look_every: int = 10
     patience: int = 0
+    text_weight: float = 0.0
+    text_minibatch: int = 4
+    max_text_loss_rise: float | None = None
 
     def __post_init__(self):
-        for name, least in (("steps", 1), ("minibatch_size", 1), ("look_every", 1), ("patience", 0)):
-            if getattr(self, name) < least:
+        counts = {"steps": 1, "minibatch_size": 1, "look_every": 1, "patience": 0, "text_weight": 0, "text_minibatch": 1}
+        for name, least in counts.items():
+            if not getattr(self, name) >= least:
                 raise UserError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}")
         if not self.learning_rate > 0:
             raise UserError(f"--learning-rate must be above 0, got {self.learning_rate}")
         if not 0 < self.validation_share < 1:
             raise UserError(f"--validation-share must be between 0 and 1, got {self.validation_share}")
+        if self.max_text_loss_rise is not None and not self.max_text_loss_rise >= 0:
+            raise UserError(f"--max-text-loss-rise must be at least 0, got {self.max_text_loss_rise}")
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Examples:
-    """Prompts as rows: prompt n has the rows n R ... n R + R - 1, of which `is_row` are answers of its own."""
+    """Prompts of one task as rows: prompt n has the rows n R ... n R + R - 1, of which `is_row` are answers of its own."""
 
     batch: Batch
     is_row: Bool[Array, "N R"]
@@ -64,19 +83,51 @@ class Examples:
 
     def __getitem__(self, at: Int[Array, "n"]) -> "Examples":
         rows = self.is_row.shape[1]
-        of_prompts = (at[:, None] * rows + jnp.arange(rows)).ravel()
+        of_prompts = (at[:, None] * rows + jnp.arange(rows, dtype=at.dtype)).ravel()
         return Examples(jax.tree.map(lambda leaf: leaf[of_prompts], self.batch), self.is_row[at], self.weights[at])
 
 
+@dataclass(frozen=True)
+class Data:
+    """What a descent learns from, or looks at: prompts of each task, and windows of plain text (None: no text)."""
+
+    tasks: Sequence[Examples]
+    text: Int[Array, "W T"] | None = None
+
+
 class Look(NamedTuple):
-    """What is seen every few steps. Losses in nats a prompt; accuracy: the share of prompts answered right, by weight."""
+    """What is seen every few steps, on what was held back.
+
+    `loss` is the whole objective; `task_losses` (nats a prompt, by weight) and `accuracies` (prompts answered right, by
+    weight) are of each task; `text_loss` is in nats a token, NaN without text. `allowed`: text is no worse than it may be.
+    """
 
     step: int
     train_loss: float
-    validation_loss: float
-    validation_accuracy: float
-    points: Float[np.ndarray, "C 2"]
-    factors: Float[np.ndarray, "L"]
+    loss: float
+    task_losses: tuple[float, ...]
+    accuracies: tuple[float, ...]
+    text_loss: float
+    allowed: bool
+    parameters: Parameters
+
+
+class State(NamedTuple):
+    """All that a descent needs to go on after a look."""
+
+    step: int
+    parameters: Parameters
+    optimizer: Any
+    first_text_loss: float
+    best: Look
+    looks_since_best: int
+
+
+def initial_state(parameters: Parameters, settings: GradientSettings, num_tasks: int) -> State:
+    """The state before anything is looked at: the structure of all later ones."""
+    unknown = (math.nan,) * num_tasks
+    look = Look(0, math.nan, math.nan, unknown, unknown, math.nan, True, parameters)
+    return State(0, parameters, _optimizer(settings).init(parameters), math.nan, look, 0)
 
 
 def pack(prompts: Sequence[EncodedPrompt], weights: Sequence[float]) -> Examples:
@@ -100,82 +151,147 @@ def prompt_scores(
     return (correct & examples.is_row).any(axis=1), jax.nn.logsumexp(jnp.where(examples.is_row, log_p, -jnp.inf), axis=1)
 
 
-def weighted_loss(model: Llama, examples: Examples, table: RopeTable) -> Float[Array, ""]:
-    """The weighted mean of -log p, differentiable in the table."""
+def answer_loss(model: Llama, examples: Examples, table: RopeTable, *, weighted: bool = True) -> Float[Array, ""]:
+    """The mean of -log p of the answers, by weight or plain, differentiable in the table and the model."""
     _, log_p = prompt_scores(model, examples, table, remat=True)
-    return -(examples.weights.astype(log_p.dtype) * log_p).sum() / examples.weights.sum().astype(log_p.dtype)
+    weights = examples.weights.astype(log_p.dtype) if weighted else jnp.ones_like(log_p)
+    return -(weights * log_p).sum() / weights.sum()
+
+
+def text_loss(model: Llama, windows: Int[Array, "W T"], table: RopeTable) -> Float[Array, ""]:
+    """The mean of -log p of the tokens of plain text but each window's first, differentiable likewise."""
+    return token_nll(model, windows, table, remat=True)[:, 1:].mean()
 
 
 def descend(
     model: Llama,
-    train: Examples,
-    validation: Examples,
-    points: Float[np.ndarray, "C 2"],
-    factors_of: FactorsOf,
-    own: RopeTable,
-    box: tuple[float, float],
+    train: Data,
+    held_back: Data,
+    parameters: Parameters,
+    apply: Apply,
     settings: GradientSettings,
+    *,
+    project: Callable[[Parameters], Parameters] = lambda parameters: parameters,
+    penalty: Callable[[Parameters], Float[Array, ""]] | None = None,
     seed: int = 0,
-    granularity: Granularity = "layer",
-    on_look: Callable[[Look], None] = lambda look: None,
+    resume: State | None = None,
+    on_look: Callable[[Look, State], None] = lambda look, state: None,
 ) -> Look:
-    """From `points` (their y's move, within `box`) to the look with the lowest validation loss.
+    """From `parameters` to the allowed look with the lowest loss; the start is the first look, and always allowed.
 
-    `own` is the model's table, which the factors divide. Prompts of a minibatch are drawn without replacement, in a new order
-    each epoch. The learning rate falls to 0 along a cosine. With `patience`, as many looks without a new best end it early.
-    Raises UserError where the loss is not finite.
+    Minibatches are drawn without replacement, in a new order each epoch, from `seed`. With `patience`, as many looks without
+    a new best end it early. `resume` goes on behind a look: what `on_look` got with it. Raises UserError where the loss is not
+    finite.
     """
-    optimizer = optax.adam(optax.cosine_decay_schedule(settings.learning_rate, settings.steps))
-    x, low, high = jnp.asarray(points[:, 0], jnp.float32), *box
+    s = settings
+    optimizer, by_draws = _optimizer(s), s.weights_in == "sampling"
 
-    def table_of(y: Float[Array, "C"]) -> tuple[RopeTable, Float[Array, "L"]]:
-        factors = factors_of(jnp.stack([x, y], axis=1))
-        return RopeTable(scale_layers(own.inv_freq, factors, granularity), own.attention_scaling), factors
+    regular = penalty or (lambda parameters: jnp.zeros(()))
 
     @jax.jit
-    def step(model: Llama, examples: Examples, at: Array, y: Array, state: Any) -> tuple[Array, Any, Array]:
-        loss, gradient = jax.value_and_grad(lambda y: weighted_loss(model, examples[at], table_of(y)[0]))(y)
+    def step(model: Llama, train: list[Examples], text: Array | None, parameters: Parameters, state: Any):
+        def objective(parameters: Parameters) -> Float[Array, ""]:
+            tuned, table = apply(model, parameters)
+            loss = sum(answer_loss(tuned, examples, table, weighted=not by_draws) for examples in train) / len(train)
+            if text is not None:
+                loss = loss + s.text_weight * text_loss(tuned, text, table)
+            return loss + regular(parameters)
+
+        loss, gradient = jax.value_and_grad(objective)(parameters)
         updates, state = optimizer.update(gradient, state)
-        return optax.projections.projection_box(optax.apply_updates(y, updates), low, high), state, loss
+        return project(optax.apply_updates(parameters, updates)), state, loss
 
     @jax.jit
-    def scores(model: Llama, examples: Examples, at: Array, y: Array) -> tuple[Array, Array]:
-        return prompt_scores(model, examples[at], table_of(y)[0])
+    def scores(model: Llama, examples: Examples, at: Array, parameters: Parameters):
+        tuned, table = apply(model, parameters)
+        return prompt_scores(tuned, examples[at], table)
 
-    def look(number: int, train_loss: float, y: Array) -> Look:
-        correct, log_p = _in_blocks(partial(scores, model, validation, y=y), len(validation.weights), settings.minibatch_size)
-        weights = np.asarray(validation.weights, np.float64) / float(validation.weights.sum())
-        moved = np.stack([np.asarray(x), np.asarray(y)], axis=1)
-        factors = np.asarray(table_of(y)[1], np.float64)
-        return Look(number, train_loss, -float(weights @ log_p), float(weights @ correct), moved, factors)
+    @jax.jit
+    def losses_of_text(model: Llama, text: Array, at: Array, parameters: Parameters):
+        tuned, table = apply(model, parameters)
+        return (token_nll(tuned, text[at], table)[:, 1:].mean(axis=1),)
 
-    y = jnp.asarray(points[:, 1], jnp.float32)
-    state = optimizer.init(y)
-    order = _minibatches(len(train.weights), settings.minibatch_size, seed)
-    best = look(0, float("nan"), y)
-    on_look(best)
-    losses, since_best = [], 0
-    for number in range(1, settings.steps + 1):
-        y, state, loss = step(model, train, jnp.asarray(next(order)), y, state)
-        losses.append(loss)
-        if number % settings.look_every and number != settings.steps:
-            continue
-        seen = look(number, float(np.mean([float(loss) for loss in losses])), y)
-        if not (np.isfinite(seen.train_loss) and np.isfinite(seen.validation_loss)):
-            raise UserError(f"the loss is not finite after {number} steps; lower --learning-rate or narrow the bounds")
-        on_look(seen)
-        losses, since_best = [], since_best + 1
-        if seen.validation_loss < best.validation_loss:
-            best, since_best = seen, 0
-        if settings.patience and since_best >= settings.patience:
+    def look(number: int, train_loss: float, parameters: Parameters, first_text_loss: float | None) -> Look:
+        losses, accuracies = [], []
+        for examples in held_back.tasks:
+            of_prompts = partial(scores, model, examples, parameters=parameters)
+            correct, log_p = _in_blocks(of_prompts, len(examples.weights), s.minibatch_size)
+            weights = np.asarray(examples.weights, np.float64) / float(examples.weights.sum())
+            losses.append(-float(weights @ log_p))
+            accuracies.append(float(weights @ correct))
+        of_text = math.nan
+        if held_back.text is not None:
+            of_windows = partial(losses_of_text, model, held_back.text, parameters=parameters)
+            [means] = _in_blocks(of_windows, len(held_back.text), s.text_minibatch)
+            of_text = float(means.mean())
+        loss = float(np.mean(losses)) + float(regular(parameters))
+        if held_back.text is not None:
+            loss += s.text_weight * of_text
+        rise = 0.0 if first_text_loss is None else of_text - first_text_loss
+        allowed = s.max_text_loss_rise is None or rise <= s.max_text_loss_rise
+        return Look(number, train_loss, loss, tuple(losses), tuple(accuracies), of_text, allowed, parameters)
+
+    draws = [
+        _minibatches(len(it.weights), s.minibatch_size, seed + at, np.asarray(it.weights, np.float64) if by_draws else None)
+        for at, it in enumerate(train.tasks)
+    ]
+    text_draws = None if train.text is None else _minibatches(len(train.text), s.text_minibatch, seed + len(draws))
+
+    def minibatches() -> tuple[list[Examples], Array | None]:
+        tasks = [examples[jnp.asarray(next(draw))] for examples, draw in zip(train.tasks, draws, strict=True)]
+        return tasks, None if text_draws is None or train.text is None else train.text[jnp.asarray(next(text_draws))]
+
+    if resume is None:
+        first = look(0, math.nan, parameters, None)
+        state = initial_state(parameters, s, len(train.tasks))._replace(first_text_loss=first.text_loss, best=first)
+        on_look(first, state)
+    else:
+        state = resume
+        for _ in range(state.step):
+            minibatches()
+    losses: list[Array] = []
+    parameters, optimizer_state = state.parameters, state.optimizer
+    for number in range(state.step + 1, s.steps + 1):
+        if s.patience and state.looks_since_best >= s.patience:
             break
-    return best
+        tasks, text = minibatches()
+        parameters, optimizer_state, loss = step(model, tasks, text, parameters, optimizer_state)
+        losses.append(loss)
+        if number % s.look_every and number != s.steps:
+            continue
+        seen = look(number, float(np.mean([float(loss) for loss in losses])), parameters, state.first_text_loss)
+        if not (math.isfinite(seen.train_loss) and math.isfinite(seen.loss)):
+            raise UserError(f"the loss is not finite after {number} steps; lower --learning-rate or narrow the bounds")
+        better = seen.allowed and seen.loss < state.best.loss
+        state = State(
+            number,
+            parameters,
+            optimizer_state,
+            state.first_text_loss,
+            seen if better else state.best,
+            0 if better else state.looks_since_best + 1,
+        )
+        on_look(seen, state)
+        losses = []
+    return state.best
 
 
-def _minibatches(count: int, size: int, seed: int):
-    """Indices of minibatches without end; each epoch is a new permutation, its short rest begins the next one."""
+def _optimizer(settings: GradientSettings) -> optax.GradientTransformation:
+    cosine = optax.cosine_decay_schedule(settings.learning_rate, settings.steps)
+    return optax.adam(cosine if settings.schedule == "cosine" else settings.learning_rate)
+
+
+def _minibatches(
+    count: int, size: int, seed: int, weights: Float[np.ndarray, "count"] | None = None
+) -> Iterator[Int[np.ndarray, "size"]]:
+    """Indices of minibatches without end: drawn by weight, or in epochs.
+
+    Each epoch is a new permutation, its short rest begins the next one.
+    """
     rng, left = np.random.default_rng(seed), np.empty(0, np.int32)
     size = min(size, count)
+    while weights is not None:
+        yield rng.choice(count, size, replace=False, p=weights / weights.sum()).astype(np.int32)
     while True:
         if len(left) < size:
             left = np.concatenate([left, rng.permutation(count).astype(np.int32)])
@@ -183,12 +299,10 @@ def _minibatches(count: int, size: int, seed: int):
         left = left[size:]
 
 
-def _in_blocks(scores: Callable[..., tuple[Array, Array]], count: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Scores of all prompts, `size` at a time, all blocks of one shape."""
-    size = min(size, count)
-    done = []
+def _in_blocks(scores: Callable[..., tuple[Array, ...]], count: int, size: int) -> tuple[Float[np.ndarray, "count"], ...]:
+    """Scores of all indices 0 ... count - 1, `size` at a time; all blocks have one shape."""
+    size, done = min(size, count), []
     for start in range(0, count, size):
-        at = np.minimum(np.arange(start, start + size), count - 1)
+        at = np.minimum(np.arange(start, start + size, dtype=np.int32), count - 1)
         done.append([np.asarray(part)[: count - start] for part in scores(at=jnp.asarray(at))])
-    correct, log_p = (np.concatenate(parts) for parts in zip(*done, strict=True))
-    return correct, log_p.astype(np.float64)
+    return tuple(np.concatenate(parts).astype(np.float64) for parts in zip(*done, strict=True))

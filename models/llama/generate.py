@@ -1,4 +1,4 @@
-"""Greedy generation with a KV cache: one prefill, then one token at a time until every row has stopped.
+"""Generation with a KV cache, greedy unless a key is given: one prefill, then one token at a time until every row has stopped.
 
 Prompts are padded on the right; each row goes on at its own length, and its new keys are written over the padding. The cache
 holds rotated keys: with tables, a key's rotation never changes.
@@ -10,7 +10,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from lpes_jax.models.llama.attention import cached_attention
 from lpes_jax.models.llama.model import Layers, Llama, decoder_layer, output_logits, prefill, rms_norm
@@ -25,14 +25,18 @@ def greedy(
     table: RopeTable,
     stop: Int[Array, "stops"],
     max_new_tokens: int,
+    key: jax.Array | None = None,
 ) -> Int[Array, "B N"]:
-    """The argmax continuation of each prompt; what follows the first id of `stop` in a row is filled with that id."""
+    """The argmax continuation of each prompt; what follows the first id of `stop` in a row is filled with that id.
+
+    With a `key`, tokens are drawn from the model's distribution instead (temperature 1).
+    """
     batch, length = tokens.shape
     hidden, (keys, values) = prefill(model, tokens, table)
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
     room = [(0, 0), (0, 0), (0, max_new_tokens), (0, 0), (0, 0)]
     keys, values = jnp.pad(keys, room), jnp.pad(values, room)
-    first = jnp.argmax(output_logits(model, last)[:, 0], axis=-1).astype(tokens.dtype)
+    first = _chosen(output_logits(model, last)[:, 0], key, 0).astype(tokens.dtype)
     new = jnp.zeros((batch, max_new_tokens), tokens.dtype).at[:, 0].set(first)
     windows = jnp.asarray(model.config.windows(length + max_new_tokens))
     rows = jnp.arange(batch)
@@ -64,7 +68,7 @@ def greedy(
         x = model.embed[...][token][:, None]
         x, (keys, values) = jax.lax.scan(layer, x, (model.layers, table.inv_freq, windows, keys, values))
         x = rms_norm(x, model.norm[...], model.config.rms_norm_eps)
-        following = jnp.argmax(output_logits(model, x)[:, 0], axis=-1).astype(tokens.dtype)
+        following = _chosen(output_logits(model, x)[:, 0], key, step).astype(tokens.dtype)
         following = jnp.where(done, token, following)
         return step + 1, new.at[:, step].set(following), done | stopped(following), keys, values
 
@@ -72,3 +76,9 @@ def greedy(
     steps, new, _, _, _ = jax.lax.while_loop(going_on, one_token, state)
     after = jnp.arange(max_new_tokens)[None, :] >= steps  # never computed: every row had stopped
     return jnp.where(after, jnp.take(new, steps - 1, axis=1)[:, None], new)
+
+
+def _chosen(logits: Float[Array, "B V"], key: jax.Array | None, step: Int[Array, ""] | int) -> Int[Array, "B"]:
+    if key is None:
+        return jnp.argmax(logits, axis=-1)
+    return jax.random.categorical(jax.random.fold_in(key, step), logits, axis=-1)

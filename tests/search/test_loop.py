@@ -48,7 +48,7 @@ def guesser(tiny_model: Llama, tokenizer: PreTrainedTokenizerFast) -> Llama:
 def run(settings: SearchSettings, model: Llama, tokenizer: PreTrainedTokenizerFast) -> tuple[list[dict], dict]:
     """The history and config of a search, and what it returned in the last line's place."""
     task = task_of(settings)
-    result = search(settings, model, tokenizer, task, IDENTITY)
+    result = search(settings, model, tokenizer, [task], IDENTITY)
     return history_of(settings.output_path), {"result": result}
 
 
