@@ -5,6 +5,7 @@ which leaves a line in the history for everything that it scores, `fitness.recor
 """
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -120,6 +121,7 @@ class Gradient:
         self.parameters, self.project, self.values = box_parameters(settings, space)
 
     def run(self, model: Llama, tokenizer: Tokenizer, prompts: Sequence[Sequence[Prompt]], fitness: Fitness) -> None:
+        started = time.time()
         train, held_back, longest = self._data(model, tokenizer, prompts, fitness)
         apply = factors_applied(self.space, self.values, model.config.rope_table(longest))
         folder = fitness.folder
@@ -145,6 +147,7 @@ class Gradient:
                 "accuracies": look.accuracies,
                 "text_loss": None if math.isnan(look.text_loss) else look.text_loss,
                 "train_loss": None if math.isnan(look.train_loss) else look.train_loss,
+                "seconds": round(time.time() - started, 3),
             }
             fitness.records.append(record)
             folder.append([record])
@@ -185,7 +188,7 @@ class Gradient:
             longest = max(longest, *(len(prompt.ids) + max(map(len, prompt.answers)) for prompt in encoded))
         text, kept_text = None, None
         if self.settings.text_weight or self.settings.max_text_loss_rise is not None:
-            windows = jnp.asarray(text_windows(self.settings.text, model, tokenizer, self.settings.seed))
+            windows = jnp.asarray(text_windows(self.settings.text, model, tokenizer, self.settings.seed, self.settings.text_window))
             kept = math.ceil(share * len(windows))
             if kept >= len(windows):
                 raise UserError("--text is too short to hold a part back; give more of it")

@@ -17,11 +17,10 @@ from lpes_jax.models.llama.model import Llama
 from lpes_jax.tasks.perplexity import Perplexity
 
 GENERATED_WINDOWS = 64
-WINDOW = 512
 
 
 def text_windows(
-    text: Path | None, model: Llama, tokenizer: Any, seed: int, length: int = WINDOW, most: int = 256
+    text: Path | None, model: Llama, tokenizer: Any, seed: int, length: int, most: int = 256
 ) -> Int[np.ndarray, "W T"]:
     """At most `most` windows of `length` tokens: evenly over the search part (the first 40 %) of the file `text`.
 

@@ -51,9 +51,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "uniform_candidates": 4,
     },
 }
-# `--preset paper --algorithm gradient`: three sets of 2,000 prompts drawn by weight, batches of 32, learning rate 1e-5, 30 epochs
-# of 2,000 draws. Optimiser (Adam), schedule (constant), loss (-log p of the answer), parameters (the y of the Bézier points)
-# and start (1.5, as the GA's) are ours: the paper does not say.
+# `--preset paper --algorithm gradient`: three sets of 2,000 prompts drawn by weight, batches of 32, learning rate 1e-5, 30
+# epochs of 2,000 draws. Ours, as the paper does not say: Adam, a constant rate, -log p of the answer, the y of the Bézier
+# points, and the start (1.5, as the GA has it).
 APPENDIX_C: dict[str, Any] = {
     "limit": 2000,
     "steps": 1875,
@@ -182,7 +182,9 @@ class SearchSettings(TaskFlags):
     text_weight: float = 0.0
     """gradient: weight of the plain text's loss in nats a token, beside the answers' in nats an answer."""
     text_minibatch: int = 4
-    """gradient: windows of text (512 tokens) a step."""
+    """gradient: windows of text a step."""
+    text_window: int = 512
+    """gradient: tokens of a window of text."""
     max_text_loss_rise: float | None = None
     """gradient: refuse steps whose loss on held-back plain text lies further above the start's."""
 

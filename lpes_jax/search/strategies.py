@@ -53,7 +53,6 @@ UNIT = 0.15  # of the box's width: the first standard deviation
 PENALTY = 10.0  # for a point one box width outside, in ranges of fitness
 SHRINKAGE = 0.1  # of step sizes that do not adapt, over the whole search
 LEARNING_RATE = 0.3  # of Adam, in units
-SMALLEST_POPULATION = 4
 RANDOM = "random"
 GRADIENT_ESTIMATORS = ("ars", "asebo", "esmc", "guided_es", "noise_reuse_es", "open_es", "persistent_es", "pgpe")
 CHANGED_PARAMS = {"cma_anchored_les": {"std_init": 1.0}, "gradientless_descent": {"radius_max": 1.0}}
@@ -110,9 +109,11 @@ def strategy(name: str, start: Float[np.ndarray, "N"], low: float, high: float, 
     if start.size == 0 or not (abs(start - inside) <= 1e-6 * (high - low)).all():  # 1.1 is more than 1.1 in float32
         raise UserError(f"--algorithm {name}: the start is not in the box from {low} to {high}; move it or the bounds")
     chosen = Strategy(name, inside, low, high, population_size)
-    least = 1 if name == RANDOM else SMALLEST_POPULATION
-    if population_size < least:
-        raise UserError(f"--population-size {population_size}: --algorithm {name} needs at least {least}")
+    if name == RANDOM:
+        return chosen
+    if name == "lm_ma_es" and population_size > 2 * start.size:  # it would take the square root of a negative number
+        most = f"needs at most twice as many as the {start.size} numbers that it searches"
+        raise UserError(f"--population-size {population_size}: --algorithm lm_ma_es {most}")
     try:
         _algorithm(chosen, generations=1)
     except AssertionError as error:  # evosax's way to refuse
@@ -206,7 +207,7 @@ class _Costs:
             self.scale = self.scale or np.ptp(values)
         spread = np.ptp(self.seen) / self.scale if self.scale else 1.0
         costs = PENALTY * spread * outside
-        costs[finite] += (self.seen[0] - fitness[finite]) / (self.scale or 1.0)
+        costs[finite] += (self.seen[:1] - fitness[finite]) / (self.scale or 1.0)
         self.worst = max([self.worst, *costs[finite]])
         costs[~finite] += self.worst + spread
         return costs.astype(np.float32)

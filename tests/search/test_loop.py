@@ -14,10 +14,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lpes_jax.errors import UserError
-from lpes_jax.models.llama import Llama
-from lpes_jax.search.genetic import PaperGA
-from lpes_jax.search.loop import search, tie_break_scale
-from lpes_jax.search.settings import SearchSettings, genetic_settings, preset, scaled_layers
+from lpes_jax.models.llama import Llama, LlamaConfig
+from lpes_jax.search.fitness import tie_break_scale
+from lpes_jax.search.genetic import GeneticSettings, PaperGA
+from lpes_jax.search.loop import search
+from lpes_jax.search.settings import SearchSettings, genetic_settings, preset, scaled_layers, search_space
 from lpes_jax.tasks.flags import task_of
 
 pytestmark = pytest.mark.promotes
@@ -81,9 +82,13 @@ def paper_run(tmp_path_factory, guesser, tokenizer) -> tuple[SearchSettings, lis
     return settings, *run(settings, guesser, tokenizer)
 
 
-def test_the_paper_preset_is_tables_9_and_12(paper_run):
+def ga_of(settings: SearchSettings, config: LlamaConfig) -> GeneticSettings:
+    return genetic_settings(settings, search_space(settings, config, range(config.num_layers)))
+
+
+def test_the_paper_preset_is_tables_9_and_12(paper_run, tiny_config):
     settings, _, _ = paper_run
-    ga = genetic_settings(preset("paper"), 32)
+    ga = ga_of(preset("paper"), replace(tiny_config, num_layers=32))
     assert (ga.population_size, ga.parents, ga.mutations, ga.crossovers, ga.crossover_tries) == (32, 12, 16, 4, 4)
     assert (ga.max_change_x, ga.max_change_y, ga.x_step, ga.y_step, ga.min_factor, ga.max_factor) == (2, 0.2, 1, 0.1, 1, 2)
     assert ga.control_points == 4 and ga.initial_factor == 1.5
@@ -169,9 +174,9 @@ def test_parents_are_the_fittest_of_the_generations_before(paper_run):
         pool = sorted(pool + lines[:16] + pairs, key=lambda line: -line["fitness"])[:12]
 
 
-def test_candidates_come_from_evosax_ask(paper_run):
+def test_candidates_come_from_evosax_ask(paper_run, tiny_config):
     settings, history, _ = paper_run
-    ga = PaperGA(genetic_settings(settings, 3))
+    ga = PaperGA(ga_of(settings, tiny_config))
     key, params = jax.random.key(settings.seed), ga.default_params
     fitness = jnp.array([-line["fitness"] for line in history], jnp.float32)
     genes, _ = ga.initial_population(jax.random.fold_in(key, 0), params)
