@@ -125,7 +125,7 @@ class Gradient:
         train, held_back, longest = self._data(model, tokenizer, prompts, fitness)
         apply = factors_applied(self.space, self.values, model.config.rope_table(longest))
         folder = fitness.folder
-        resume = folder.load_state(initial_state(self.parameters, self.gradient, len(prompts)))
+        resume = folder.load_state(initial_state(self.parameters, len(prompts)))
         if resume is not None:
             fitness.records = folder.keep(1 + math.ceil(resume.step / self.gradient.look_every))
         else:
@@ -188,7 +188,9 @@ class Gradient:
             longest = max(longest, *(len(prompt.ids) + max(map(len, prompt.answers)) for prompt in encoded))
         text, kept_text = None, None
         if self.settings.text_weight or self.settings.max_text_loss_rise is not None:
-            windows = jnp.asarray(text_windows(self.settings.text, model, tokenizer, self.settings.seed, self.settings.text_window))
+            windows = jnp.asarray(
+                text_windows(self.settings.text, model, tokenizer, self.settings.seed, self.settings.text_window)
+            )
             kept = math.ceil(share * len(windows))
             if kept >= len(windows):
                 raise UserError("--text is too short to hold a part back; give more of it")

@@ -123,11 +123,11 @@ class State(NamedTuple):
     looks_since_best: int
 
 
-def initial_state(parameters: Parameters, settings: GradientSettings, num_tasks: int) -> State:
+def initial_state(parameters: Parameters, num_tasks: int) -> State:
     """The state before anything is looked at: the structure of all later ones."""
     unknown = (math.nan,) * num_tasks
     look = Look(0, math.nan, math.nan, unknown, unknown, math.nan, True, parameters)
-    return State(0, parameters, _optimizer(settings).init(parameters), math.nan, look, 0)
+    return State(0, parameters, _adam.init(parameters), math.nan, look, 0)
 
 
 def pack(prompts: Sequence[EncodedPrompt], weights: Sequence[float]) -> Examples:
@@ -183,102 +183,132 @@ def descend(
     a new best end it early. `resume` goes on behind a look: what `on_look` got with it. Raises UserError where the loss is not
     finite.
     """
-    s = settings
-    optimizer, by_draws = _optimizer(s), s.weights_in == "sampling"
-
-    regular = penalty or (lambda parameters: jnp.zeros(()))
-
-    @jax.jit
-    def step(model: Llama, train: list[Examples], text: Array | None, parameters: Parameters, state: Any):
-        def objective(parameters: Parameters) -> Float[Array, ""]:
-            tuned, table = apply(model, parameters)
-            loss = sum(answer_loss(tuned, examples, table, weighted=not by_draws) for examples in train) / len(train)
-            if text is not None:
-                loss = loss + s.text_weight * text_loss(tuned, text, table)
-            return loss + regular(parameters)
-
-        loss, gradient = jax.value_and_grad(objective)(parameters)
-        updates, state = optimizer.update(gradient, state)
-        return project(optax.apply_updates(parameters, updates)), state, loss
-
-    @jax.jit
-    def scores(model: Llama, examples: Examples, at: Array, parameters: Parameters):
-        tuned, table = apply(model, parameters)
-        return prompt_scores(tuned, examples[at], table)
-
-    @jax.jit
-    def losses_of_text(model: Llama, text: Array, at: Array, parameters: Parameters):
-        tuned, table = apply(model, parameters)
-        return (token_nll(tuned, text[at], table)[:, 1:].mean(axis=1),)
-
-    def look(number: int, train_loss: float, parameters: Parameters, first_text_loss: float | None) -> Look:
-        losses, accuracies = [], []
-        for examples in held_back.tasks:
-            of_prompts = partial(scores, model, examples, parameters=parameters)
-            correct, log_p = _in_blocks(of_prompts, len(examples.weights), s.minibatch_size)
-            weights = np.asarray(examples.weights, np.float64) / float(examples.weights.sum())
-            losses.append(-float(weights @ log_p))
-            accuracies.append(float(weights @ correct))
-        of_text = math.nan
-        if held_back.text is not None:
-            of_windows = partial(losses_of_text, model, held_back.text, parameters=parameters)
-            [means] = _in_blocks(of_windows, len(held_back.text), s.text_minibatch)
-            of_text = float(means.mean())
-        loss = float(np.mean(losses)) + float(regular(parameters))
-        if held_back.text is not None:
-            loss += s.text_weight * of_text
-        rise = 0.0 if first_text_loss is None else of_text - first_text_loss
-        allowed = s.max_text_loss_rise is None or rise <= s.max_text_loss_rise
-        return Look(number, train_loss, loss, tuple(losses), tuple(accuracies), of_text, allowed, parameters)
-
-    draws = [
-        _minibatches(len(it.weights), s.minibatch_size, seed + at, np.asarray(it.weights, np.float64) if by_draws else None)
-        for at, it in enumerate(train.tasks)
-    ]
-    text_draws = None if train.text is None else _minibatches(len(train.text), s.text_minibatch, seed + len(draws))
-
-    def minibatches() -> tuple[list[Examples], Array | None]:
-        tasks = [examples[jnp.asarray(next(draw))] for examples, draw in zip(train.tasks, draws, strict=True)]
-        return tasks, None if text_draws is None or train.text is None else train.text[jnp.asarray(next(text_draws))]
-
+    goal = _Goal(apply, project, penalty, weighted=settings.weights_in == "loss")
+    draws = _draws(train, settings, seed)
     if resume is None:
-        first = look(0, math.nan, parameters, None)
-        state = initial_state(parameters, s, len(train.tasks))._replace(first_text_loss=first.text_loss, best=first)
+        first = _look(0, math.nan, goal, model, held_back, parameters, settings, None)
+        state = initial_state(parameters, len(train.tasks))._replace(first_text_loss=first.text_loss, best=first)
         on_look(first, state)
     else:
         state = resume
         for _ in range(state.step):
-            minibatches()
+            next(draws)
+    rates = optax.cosine_decay_schedule(settings.learning_rate, settings.steps)
     losses: list[Array] = []
-    parameters, optimizer_state = state.parameters, state.optimizer
-    for number in range(state.step + 1, s.steps + 1):
-        if s.patience and state.looks_since_best >= s.patience:
+    parameters, moments = state.parameters, state.optimizer
+    for number in range(state.step + 1, settings.steps + 1):
+        if settings.patience and state.looks_since_best >= settings.patience:
             break
-        tasks, text = minibatches()
-        parameters, optimizer_state, loss = step(model, tasks, text, parameters, optimizer_state)
+        rate = rates(number - 1) if settings.schedule == "cosine" else settings.learning_rate
+        numbers = jnp.asarray(rate, jnp.float32), jnp.asarray(settings.text_weight, jnp.float32)
+        parameters, moments, loss = _step(goal, model, *next(draws), parameters, moments, *numbers)
         losses.append(loss)
-        if number % s.look_every and number != s.steps:
+        if number % settings.look_every and number != settings.steps:
             continue
-        seen = look(number, float(np.mean([float(loss) for loss in losses])), parameters, state.first_text_loss)
+        train_loss = float(np.mean([float(loss) for loss in losses]))
+        seen = _look(number, train_loss, goal, model, held_back, parameters, settings, state.first_text_loss)
         if not (math.isfinite(seen.train_loss) and math.isfinite(seen.loss)):
             raise UserError(f"the loss is not finite after {number} steps; lower --learning-rate or narrow the bounds")
         better = seen.allowed and seen.loss < state.best.loss
-        state = State(
-            number,
-            parameters,
-            optimizer_state,
-            state.first_text_loss,
-            seen if better else state.best,
-            0 if better else state.looks_since_best + 1,
-        )
+        best, since_best = (seen, 0) if better else (state.best, state.looks_since_best + 1)
+        state = State(number, parameters, moments, state.first_text_loss, best, since_best)
         on_look(seen, state)
         losses = []
     return state.best
 
 
-def _optimizer(settings: GradientSettings) -> optax.GradientTransformation:
-    cosine = optax.cosine_decay_schedule(settings.learning_rate, settings.steps)
-    return optax.adam(cosine if settings.schedule == "cosine" else settings.learning_rate)
+@dataclass(frozen=True)
+class _Goal:
+    """What is compiled into a step, besides shapes."""
+
+    apply: Apply
+    project: Callable[[Parameters], Parameters]
+    penalty: Callable[[Parameters], Float[Array, ""]] | None
+    weighted: bool
+
+    def regular(self, parameters: Parameters) -> Float[Array, ""]:
+        return jnp.zeros(()) if self.penalty is None else self.penalty(parameters)
+
+
+_adam = optax.scale_by_adam()
+
+
+@partial(jax.jit, static_argnames="goal")
+def _step(
+    goal: _Goal,
+    model: Llama,
+    tasks: list[Examples],
+    text: Int[Array, "W T"] | None,
+    parameters: Parameters,
+    moments: Any,
+    learning_rate: Float[Array, ""],
+    text_weight: Float[Array, ""],
+) -> tuple[Parameters, Any, Float[Array, ""]]:
+    def objective(parameters: Parameters) -> Float[Array, ""]:
+        tuned, table = goal.apply(model, parameters)
+        loss = sum(answer_loss(tuned, examples, table, weighted=goal.weighted) for examples in tasks) / len(tasks)
+        if text is not None:
+            loss = loss + text_weight * text_loss(tuned, text, table)
+        return loss + goal.regular(parameters)
+
+    loss, gradient = jax.value_and_grad(objective)(parameters)
+    updates, moments = _adam.update(gradient, moments)
+    moved = jax.tree.map(lambda value, update: value - learning_rate.astype(value.dtype) * update, parameters, updates)
+    return goal.project(moved), moments, loss
+
+
+@partial(jax.jit, static_argnames="goal")
+def _prompts_now(goal: _Goal, model: Llama, examples: Examples, parameters: Parameters, at: Int[Array, "n"]):
+    tuned, table = goal.apply(model, parameters)
+    return prompt_scores(tuned, examples[at], table)
+
+
+@partial(jax.jit, static_argnames="goal")
+def _text_now(goal: _Goal, model: Llama, text: Int[Array, "W T"], parameters: Parameters, at: Int[Array, "n"]):
+    tuned, table = goal.apply(model, parameters)
+    return (token_nll(tuned, text[at], table)[:, 1:].mean(axis=1),)
+
+
+def _look(
+    number: int,
+    train_loss: float,
+    goal: _Goal,
+    model: Llama,
+    held_back: Data,
+    parameters: Parameters,
+    settings: GradientSettings,
+    first_text_loss: float | None,
+) -> Look:
+    losses, accuracies, of_text = [], [], math.nan
+    for examples in held_back.tasks:
+        now = partial(_prompts_now, goal, model, examples, parameters)
+        correct, log_p = _in_blocks(now, len(examples.weights), settings.minibatch_size)
+        weights = np.asarray(examples.weights, np.float64) / float(examples.weights.sum())
+        losses.append(-float(weights @ log_p))
+        accuracies.append(float(weights @ correct))
+    loss = float(np.mean(losses)) + float(goal.regular(parameters))
+    if held_back.text is not None:
+        now = partial(_text_now, goal, model, held_back.text, parameters)
+        [means] = _in_blocks(now, len(held_back.text), settings.text_minibatch)
+        of_text = float(means.mean())
+        loss += settings.text_weight * of_text
+    rise = 0.0 if first_text_loss is None else of_text - first_text_loss
+    allowed = settings.max_text_loss_rise is None or rise <= settings.max_text_loss_rise
+    return Look(number, train_loss, loss, tuple(losses), tuple(accuracies), of_text, allowed, parameters)
+
+
+def _draws(train: Data, settings: GradientSettings, seed: int) -> Iterator[tuple[list[Examples], Int[Array, "W T"] | None]]:
+    """Minibatches of each task, and of the text, without end."""
+    by_weight, size = settings.weights_in == "sampling", settings.minibatch_size
+    of_tasks = [
+        _minibatches(len(it.weights), size, seed + at, np.asarray(it.weights, np.float64) if by_weight else None)
+        for at, it in enumerate(train.tasks)
+    ]
+    text = train.text
+    of_text = None if text is None else _minibatches(len(text), settings.text_minibatch, seed + len(of_tasks))
+    while True:
+        tasks = [examples[jnp.asarray(next(at))] for examples, at in zip(train.tasks, of_tasks, strict=True)]
+        yield tasks, None if of_text is None or text is None else text[jnp.asarray(next(of_text))]
 
 
 def _minibatches(
@@ -304,5 +334,5 @@ def _in_blocks(scores: Callable[..., tuple[Array, ...]], count: int, size: int) 
     size, done = min(size, count), []
     for start in range(0, count, size):
         at = np.minimum(np.arange(start, start + size, dtype=np.int32), count - 1)
-        done.append([np.asarray(part)[: count - start] for part in scores(at=jnp.asarray(at))])
+        done.append([np.asarray(part)[: count - start] for part in scores(jnp.asarray(at))])
     return tuple(np.concatenate(parts).astype(np.float64) for parts in zip(*done, strict=True))

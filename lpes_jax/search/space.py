@@ -39,7 +39,7 @@ class Space:
     low: float
     high: float
 
-    def factors(self, x: Float[Array | np.ndarray, "C"], y: Float[Array | np.ndarray, "C *units"]) -> Float[Array, "L *units"]:
+    def factors(self, x: Float[Array | np.ndarray, "C"], y: Float[Array | np.ndarray, "C *units"]) -> Float[Array, "L ..."]:
         """The factors of all layers, of every granularity but `layer` with the axes of its units. Traceable."""
         y = jnp.asarray(y)
         x = jnp.asarray(x, y.dtype)

@@ -17,7 +17,8 @@ How evosax, which knows no bounds and minimises, is driven:
 - It sees u = (genes - middle of the box) / unit, and the unit is 0.15 of the box's width. So its defaults, which assume a
   first standard deviation of 1, hold for any box.
 - Population-based algorithms (differential evolution, particle swarm, genetic algorithms, diffusion): generation 0 is `start`
-  and P - 1 uniform points. A point outside is moved to the box's nearest point, and that one is told.
+  and P - 1 uniform points. A point outside is moved to the box's nearest point, and that one is told; a particle loses the
+  velocity with which it hit the wall.
 - Distribution-based algorithms (all others): the mean begins at `start`. Generation 0 is `start` alone, and they are not told
   of it: several take each told point for one that they sampled. Later generations have P. A point outside is scored
   at the box's nearest point but told as it was sampled (told clipped points, CMA-ES's step size diverges), with a penalty of
@@ -26,7 +27,7 @@ How evosax, which knows no bounds and minimises, is driven:
   search is the same whether fitness differs by 0.01 or by 100. What is not finite is told as one range (of all so far) more
   than the worst yet.
 - Defaults that are for long searches are replaced. A fixed standard deviation shrinks geometrically to a tenth over the
-  generations. Estimators of a gradient step by Adam, at most about 0.3 units in the beginning, a tenth of it in the end
+  generations. Estimators of a gradient step by Adam, at most about 0.5 units in the beginning, a tenth of it in the end
   (evosax: 0.001). Diffusion evolution's schedule spans the generations. Gradientless descent's largest radius is 1 unit.
 
 Letters: P population, N genes.
@@ -37,6 +38,7 @@ import difflib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import jax
@@ -45,14 +47,14 @@ import numpy as np
 import optax
 from evosax.algorithms import algorithms
 from evosax.algorithms.population_based.base import PopulationBasedAlgorithm
-from jaxtyping import Array, Float
+from jaxtyping import Float
 
 from lpes_jax.errors import UserError
 
 UNIT = 0.15  # of the box's width: the first standard deviation
 PENALTY = 10.0  # for a point one box width outside, in ranges of fitness
 SHRINKAGE = 0.1  # of step sizes that do not adapt, over the whole search
-LEARNING_RATE = 0.3  # of Adam, in units
+LEARNING_RATE = 0.5  # of Adam, in units
 RANDOM = "random"
 GRADIENT_ESTIMATORS = ("ars", "asebo", "esmc", "guided_es", "noise_reuse_es", "open_es", "persistent_es", "pgpe")
 CHANGED_PARAMS = {"cma_anchored_les": {"std_init": 1.0}, "gradientless_descent": {"radius_max": 1.0}}
@@ -85,29 +87,30 @@ class Strategy:
     high: float
     population_size: int
 
-    @property
-    def unit(self) -> float:
-        return UNIT * (self.high - self.low)
-
     def to_units(self, genes: Float[np.ndarray, "*P N"]) -> Float[np.ndarray, "*P N"]:
         """What evosax sees of genes, float32."""
-        return ((genes - (self.low + self.high) / 2) / self.unit).astype(np.float32)
+        width = self.high - self.low
+        return ((genes - (self.low + self.high) / 2) / (UNIT * width)).astype(np.float32)
 
     def to_genes(self, units: Float[np.ndarray, "*P N"]) -> Float[np.ndarray, "*P N"]:
-        """The point of the box that is nearest to what evosax asks for, float64."""
-        return np.clip((self.low + self.high) / 2 + self.unit * units.astype(np.float64), self.low, self.high)
+        """The point of the box, float64, that is nearest to what evosax asks for."""
+        width = self.high - self.low
+        return np.clip((self.low + self.high) / 2 + UNIT * width * units.astype(np.float64), self.low, self.high)
 
 
 def strategy(name: str, start: Float[np.ndarray, "N"], low: float, high: float, population_size: int) -> Strategy:
     """A search by name (one of `NAMES`). Raises UserError for another name, a bad box or a population it cannot use."""
     if name not in NAMES:
         close = difflib.get_close_matches(name.lower().replace("-", "_"), NAMES, n=3, cutoff=0.5)
-        raise UserError(f"--algorithm {name} is not known; {'did you mean' if close else 'use'} {', '.join(close or NAMES)}?")
+        raise UserError(f"--algorithm {name} is not known; {'the closest are' if close else 'use'} {', '.join(close or NAMES)}")
     if not -np.inf < low < high < np.inf:
         raise UserError(f"--algorithm {name}: the lower bound {low} must be below the upper bound {high}")
     inside = np.clip(start.astype(np.float64), low, high)
     if start.size == 0 or not (abs(start - inside) <= 1e-6 * (high - low)).all():  # 1.1 is more than 1.1 in float32
         raise UserError(f"--algorithm {name}: the start is not in the box from {low} to {high}; move it or the bounds")
+    least = 1 if name == RANDOM else 2
+    if population_size < least:
+        raise UserError(f"--population-size {population_size}: --algorithm {name} needs at least {least}")
     chosen = Strategy(name, inside, low, high, population_size)
     if name == RANDOM:
         return chosen
@@ -115,7 +118,7 @@ def strategy(name: str, start: Float[np.ndarray, "N"], low: float, high: float, 
         most = f"needs at most twice as many as the {start.size} numbers that it searches"
         raise UserError(f"--population-size {population_size}: --algorithm lm_ma_es {most}")
     try:
-        _algorithm(chosen, generations=1)
+        _algorithm(name, population_size, start.size, generations=1)
     except AssertionError as error:  # evosax's way to refuse
         raise UserError(f"--population-size {population_size}: --algorithm {name} refuses it: {error}") from None
     return chosen
@@ -140,7 +143,8 @@ def _sample(strategy: Strategy, score: Score, generations: int, key: jax.Array) 
 
 def _evolve(strategy: Strategy, score: Score, generations: int, key: jax.Array) -> None:
     """evosax's init, ask and tell. Keys: one for the start, one for init, one for each generation's ask and tell."""
-    algorithm, params = _algorithm(strategy, generations)
+    algorithm = _algorithm(strategy.name, strategy.population_size, len(strategy.start), generations)
+    params = algorithm.default_params.replace(**CHANGED_PARAMS.get(strategy.name, {}))
     repairs = isinstance(algorithm, PopulationBasedAlgorithm)
     costs = _Costs()
     key_init = jax.random.fold_in(key, 1)
@@ -152,21 +156,20 @@ def _evolve(strategy: Strategy, score: Score, generations: int, key: jax.Array) 
         state = algorithm.init(key_init, strategy.to_units(strategy.start), params)
     for generation in range(1, generations + 1):
         key_ask, key_tell = jax.random.split(jax.random.fold_in(key, generation + 1))
+        state = jax.tree.map(np.asarray, state)  # not weakly typed: JAX would compile everything twice
         with jax.default_matmul_precision("highest"):
-            asked, state = algorithm.ask(key_ask, state, params)
-        asked = np.asarray(asked)
+            asked, state = jax.tree.map(np.asarray, algorithm.ask(key_ask, state, params))
         if not np.isfinite(asked).all():
-            raise UserError(
-                f"--algorithm {strategy.name}: its points are not finite in generation {generation}; "
-                "use a larger --population-size or another algorithm"
-            )
-        genes = strategy.to_genes(asked)
-        nearest = strategy.to_units(genes)
-        fitness = score(generation, genes)
-        told = nearest if repairs else asked
-        outside = np.square((told - nearest) * UNIT, dtype=np.float64).sum(axis=1)
+            way_out = "use a larger --population-size or another algorithm"
+            raise UserError(f"--algorithm {strategy.name}: its points are not finite in generation {generation}; {way_out}")
+        nearest = np.clip(asked, -0.5 / UNIT, 0.5 / UNIT)
+        outside = np.square((asked - nearest) * UNIT, dtype=np.float64).sum(axis=1)
+        fitness = score(generation, strategy.to_genes(asked))
+        told, cost = (nearest, costs(fitness, 0 * outside)) if repairs else (asked, costs(fitness, outside))
         with jax.default_matmul_precision("highest"):
-            state, _ = algorithm.tell(key_tell, told, costs(fitness, outside), state, params)
+            state, _ = algorithm.tell(key_tell, told, cost, state, params)
+        if strategy.name == "pso":
+            state = state.replace(velocity=np.where(nearest == asked, state.velocity, np.float32(0)))
 
 
 def _uniform(strategy: Strategy, key: jax.Array, start: bool) -> Float[np.ndarray, "P N"]:
@@ -176,9 +179,9 @@ def _uniform(strategy: Strategy, key: jax.Array, start: bool) -> Float[np.ndarra
     return np.concatenate([strategy.start[None], genes[1:]]) if start else genes
 
 
-def _algorithm(strategy: Strategy, generations: int) -> tuple[Any, Any]:
-    """The evosax algorithm and its parameters."""
-    kind, name = _CLASSES[strategy.name], strategy.name
+@cache  # an algorithm is compiled by its identity: another seed needs no other
+def _algorithm(name: str, population_size: int, num_genes: int, generations: int) -> Any:
+    kind = _CLASSES[name]
     options: dict[str, Any] = {}
     if "std_schedule" in inspect.signature(kind).parameters:
         options["std_schedule"] = optax.exponential_decay(1.0, max(generations, 1), SHRINKAGE)
@@ -186,8 +189,7 @@ def _algorithm(strategy: Strategy, generations: int) -> tuple[Any, Any]:
         options["optimizer"] = optax.adam(optax.exponential_decay(LEARNING_RATE, max(generations, 1), SHRINKAGE))
     if name == "diffusion_evolution":
         options["num_generations"] = generations + 1
-    algorithm = kind(population_size=strategy.population_size, solution=jnp.zeros(len(strategy.start)), **options)
-    return algorithm, algorithm.default_params.replace(**CHANGED_PARAMS.get(name, {}))
+    return kind(population_size=population_size, solution=jnp.zeros(num_genes), metrics_fn=lambda *_: {}, **options)
 
 
 class _Costs:

@@ -9,8 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lpes_jax.errors import UserError
@@ -24,26 +22,6 @@ from lpes_jax.tasks.flags import task_of
 pytestmark = pytest.mark.promotes
 IDENTITY = {"name": "tiny", "num_layers": 3, "sha256": "0"}
 TINY = {"num_pairs": 3, "key_length": 1, "limit": 3, "test_limit": 2, "uniform_candidates": 3}
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    """A token for every byte, so that ids stay below the tiny model's vocabulary of 300."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({token: at for at, token in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-
-
-@pytest.fixture(scope="module")
-def guesser(tiny_model: Llama, tokenizer: PreTrainedTokenizerFast) -> Llama:
-    """The tiny model, saying nearly always some hexadecimal digit: right by chance, so that accuracies differ."""
-    digits = jnp.array([tokenizer.convert_tokens_to_ids(digit) for digit in "0123456789abcdef"])
-    guesser = nnx.clone(tiny_model)
-    head = guesser.head[...]
-    guesser.head = nnx.Param(jnp.zeros_like(head).at[:, digits].set(0.5 * head[:, digits]))
-    return guesser
 
 
 def run(settings: SearchSettings, model: Llama, tokenizer: PreTrainedTokenizerFast) -> tuple[list[dict], dict]:
