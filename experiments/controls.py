@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 from control_parameters import CONTROLS, START, Applied, Control
 from grid import GridFlags, in_part, markdown_table, run_script, show_p, write_tables
-from jaxtyping import Float
+from jaxtyping import Array, Float
 from transfer import TEXT, TargetFlags, compare, load_cell, measure, settings_record, show, targets_of
 
 from lpes_jax.errors import UserError
@@ -154,6 +154,7 @@ def train(
     def apply(model: Llama, values: Float[Array, "L n"]) -> Applied:
         return CONTROLS[control](model, own, values)
 
+    project = partial(jnp.clip, min=low, max=high)
     runs: dict[float, list[Look]] = {}
     best: dict[float, Look] = {}
     for rate in s.learning_rates:
@@ -174,7 +175,7 @@ def train(
             jnp.full((config.num_layers, count), start, jnp.float32),
             apply,
             settings,
-            project=partial(jnp.clip, min=low, max=high),
+            project=project,
             seed=seed,
             on_look=lambda look, _, looks=looks: looks.append(look),
         )
@@ -229,7 +230,7 @@ def middle_against_ends(
     ends = np.array([position in (0, 100) for position in positions])
     if ends.all() or not ends.any():
         raise UserError("--positions: give 0 or 100, and others between them")
-    weights = np.where(ends, -1 / ends.sum(), 1 / (~ends).sum())
+    contrast = ((ours - baseline) @ np.where(ends, -1 / ends.sum(), 1 / (~ends).sum())).round(9)[:, None]  # 0 is 0
     gains = {"middle": (ours - baseline)[:, ~ends], "ends": (ours - baseline)[:, ends]}
     errors = {"middle": 1 - baseline[:, ~ends].mean(), "ends": 1 - baseline[:, ends].mean()}
     shares = {f"{where}_share": float(gains[where].mean() / error) if error else 0.0 for where, error in errors.items()}
@@ -237,7 +238,7 @@ def middle_against_ends(
         "gain": float((ours - baseline).mean()),
         "p_gain": paired_permutation_test(ours, baseline),
         **{where: float(gain.mean()) for where, gain in gains.items()},
-        "p": paired_permutation_test(ours * weights, baseline * weights),
+        "p": paired_permutation_test(contrast, np.zeros_like(contrast)),
         **shares,
     }
 

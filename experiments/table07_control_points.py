@@ -46,7 +46,8 @@ def main(s: Settings) -> None:
         summary[name] = mean_of([spread(figures(record)) | convergence(record) for record in of_seeds])
     rows = []
     for name, it in summary.items():
-        searched = [f"{it[key]:.3g}" if key in it else "-" for key in ("generations_until_best", "fitness", "evaluations")]
+        formats = {"generations_until_best": ".3g", "fitness": ".4f", "evaluations": ".0f"}
+        searched = [f"{it[key]:{form}}" if key in it else "-" for key, form in formats.items()]
         rows.append([name, f"{it['mean']:.1f} (± {it['std']:.2f})", *searched, *PAPER[name]])
     columns = ["control points", "accuracy (std)", "generations until best", "its fitness", "evaluations"]
     table = markdown_table([*columns, "paper: accuracy (std)", "paper: epochs to convergence"], rows)

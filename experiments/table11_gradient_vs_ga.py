@@ -279,9 +279,9 @@ def appendix_tables(s: Settings, of_starts: dict[str, dict[str, Any]]) -> list[s
             [
                 f"{it['start']:g}",
                 f"{it['steps']:,}",
-                f"{moved.mean():.4f}",
-                f"{moved.min():.4f} (layer {moved.argmin()})",
-                f"{moved.max():.4f} (layer {moved.argmax()})",
+                f"{moved.mean():.5f}",
+                f"{moved.min():.5f} (layer {moved.argmin()})",
+                f"{moved.max():.5f} (layer {moved.argmax()})",
                 f"{it['loss'][0]:.4f}",
                 f"{it['loss'][1]:.4f}",
                 show_p(it["p_end_against_start"]),

@@ -33,7 +33,7 @@ from lpes_jax.models.llama.model import Llama
 from lpes_jax.statistics import paired_permutation_test, standard_error
 from lpes_jax.tasks import make_task
 from lpes_jax.tasks.perplexity import Perplexity
-from lpes_jax.tasks.prompts import Task
+from lpes_jax.tasks.prompts import Overlength, Task
 
 TEXT = "plain text"
 
@@ -66,6 +66,8 @@ class TargetFlags:
     """Held-out questions of each target, the same for all that is compared."""
     positions: tuple[int, ...] = (0, 25, 50, 75, 100)
     """Positions of the fact, in percent."""
+    overlength: Overlength = "error"
+    """What becomes of questions too long for the model's window: skip leaves them out at every position."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on a GPU, float32 on a CPU."""
     batch_size: int | None = None
@@ -105,16 +107,17 @@ def measure(
     for title, task in targets.items():
         if candidate.plain and task.plain is None:
             continue
-        [outcome] = evaluate(
+        *_, outcome = evaluate(
             model,
             loaded.tokenizer,
             task,
             task.examples("test", f.test_limit, 0),
             slots_of(task, f.positions),
-            [candidate],
+            [Candidate(BASELINE), candidate] if candidate.plain else [candidate],  # both: they leave out the same questions
             metrics=default_metrics(task)[:1] if task.name == "mdqa" else ("prefix",),
             max_new_tokens=f.max_new_tokens,
             stop_ids=loaded.stop_ids,
+            overlength=f.overlength,
             batch_size=f.batch_size,
         )
         scores[title] = _scores(outcome)

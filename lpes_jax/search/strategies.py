@@ -22,7 +22,7 @@ How evosax, which knows no bounds and minimises, is driven:
 - Distribution-based algorithms (all others): the mean begins at `start`. Generation 0 is `start` alone, and they are not told
   of it: several take each told point for one that they sampled. Later generations have P. A point outside is scored
   at the box's nearest point but told as it was sampled (told clipped points, CMA-ES's step size diverges), with a penalty of
-  10 times the squared distance in box widths, times the range of all fitness so far.
+  the squared distance in box widths, times the range of all fitness so far.
 - Fitness is told as (first fitness - fitness) / range, where range is that of the first generation in which it is not 0. So a
   search is the same whether fitness differs by 0.01 or by 100. What is not finite is told as one range (of all so far) more
   than the worst yet.
@@ -52,7 +52,7 @@ from jaxtyping import Float
 from lpes_jax.errors import UserError
 
 UNIT = 0.15  # of the box's width: the first standard deviation
-PENALTY = 10.0  # for a point one box width outside, in ranges of fitness
+PENALTY = 1.0  # for a point one box width outside, in ranges of fitness
 SHRINKAGE = 0.1  # of step sizes that do not adapt, over the whole search
 LEARNING_RATE = 0.5  # of Adam, in units
 RANDOM = "random"

@@ -40,8 +40,9 @@ def quadratic(genes):
 
 
 def corner(genes):
-    """Its optimum is where the box is lowest in all genes."""
-    return -np.square(genes - LOW).sum(axis=1)
+    """Its optimum, 0, is where the box is lowest in three genes: it would be better still outside."""
+    beyond = np.array([0.5, 0.5, 0.5, 1.3, 1.6, 1.45])
+    return 0.75 - np.square(genes - beyond).sum(axis=1)
 
 
 def search(name, function=quadratic, seed=0, start=START, budget=math.inf):
@@ -105,12 +106,14 @@ def test_well_known_ones_are_better_than_random_search(name):
     assert reached > by_chance / 2
 
 
-@pytest.mark.parametrize("name", ["cma_es", "pso", "differential_evolution"])
-def test_optimum_in_a_corner(name):
-    """And no divergence: the last generation lies about it, of a box whose diagonal is 2.4."""
-    generations, scores = search(name, corner, seed=2)
-    assert np.concatenate(scores).max() > -0.01
-    assert np.median(np.linalg.norm(generations[-1] - LOW, axis=1)) < 0.35
+@pytest.mark.parametrize("seed", [2, 4])
+@pytest.mark.parametrize("name", ["cma_es", "snes"])
+def test_optimum_at_the_edge(name, seed):
+    """The last generation lies about it. CMA-ES told clipped points gets stuck (seed 2), without penalty it goes astray (4)."""
+    generations, scores = search(name, corner, seed=seed)
+    assert np.concatenate(scores).max() > -0.03
+    distances = np.linalg.norm(generations[-1] - np.array([1.0, 1.0, 1.0, 1.3, 1.6, 1.45]), axis=1)
+    assert np.median(distances) < 0.3
 
 
 @pytest.mark.parametrize("budget", [1, 9, 13, 57])
@@ -136,7 +139,7 @@ def test_costs():
     assert costs(np.array([1.0]), inside[:1]).tolist() == [0.0]
     assert costs(np.array([1.0, nan, np.inf]), inside).tolist() == [0.0, 1.0, 1.0]
     assert costs(np.array([1.0, 3.0, -np.inf]), inside).tolist() == [0.0, -1.0, 1.0]
-    assert costs(np.array([5.0, 1.0, nan]), np.array([0.25, 0.2, 0.0])).tolist() == [3.0, 4.0, 6.0]
+    assert costs(np.array([5.0, 1.0, nan]), np.array([2.5, 2.0, 0.0])).tolist() == [3.0, 4.0, 6.0]
 
 
 def test_a_start_at_the_edge_in_float32():
