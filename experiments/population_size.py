@@ -66,7 +66,7 @@ def of_size(s: Settings, size: int, seed: int) -> SearchSettings:
         mutations=mutations,
         crossovers=crossovers,
         generations=generations,
-        evaluations=budget,
+        max_evaluations=budget,
     )
 
 

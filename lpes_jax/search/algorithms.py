@@ -82,8 +82,8 @@ class Strategy:
 
     def __init__(self, settings: SearchSettings, space: Space):
         ga = settings.population_size + settings.generations * (settings.mutations + 2 * settings.crossovers)
-        self.individuals = settings.evaluations or ga
-        self.settings, self.space, self.search_space = replace(settings, evaluations=self.individuals), space, None
+        self.individuals = settings.max_evaluations or ga
+        self.settings, self.space, self.search_space = replace(settings, max_evaluations=self.individuals), space, None
         start = space.y.ravel().astype(np.float32)
         self.strategy = strategy(settings.algorithm, start, space.low, space.high, settings.population_size)
         self._factors = jax.jit(jax.vmap(lambda y: space.factors(space.x.astype(np.float32), y.reshape(space.y.shape))))

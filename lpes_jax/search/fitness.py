@@ -57,7 +57,7 @@ class Fitness:
     ) -> Float[np.ndarray, "P"]:
         """The fitness of a generation, NaN where scores are not finite; a line of history for each individual.
 
-        `drafts` are the lines without factors and scores. Raises BudgetSpent when `--evaluations` individuals were scored,
+        `drafts` are the lines without factors and scores. Raises BudgetSpent when `--max-evaluations` individuals were scored,
         with no individual scored beyond.
         """
         best = f"best {self.best['fitness']:.4f}" if self.records and self.best["fitness"] is not None else ""
@@ -99,15 +99,15 @@ class Fitness:
         records = [draft | summary for draft, summary in zip(drafts, summaries, strict=True)]
         self.folder.append(records[len(recorded) :])
         self.records += records
-        if fits < len(cached) or self.evaluations == self.settings.evaluations:
+        if fits < len(cached) or self.evaluations == self.settings.max_evaluations:
             raise BudgetSpent
 
     def _within_budget(self, cached: list[bool]) -> int:
         """How many individuals, from the first, need no more evaluations than are left."""
-        if self.settings.evaluations is None:
+        if self.settings.max_evaluations is None:
             return len(cached)
         needed = np.cumsum([not known for known in cached])
-        return int((needed <= self.settings.evaluations - self.evaluations).sum())
+        return int((needed <= self.settings.max_evaluations - self.evaluations).sum())
 
     def _summary(self, correct: np.ndarray, log_likelihood: np.ndarray) -> dict[str, Any]:
         places = len(self.positions)

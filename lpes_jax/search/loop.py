@@ -88,7 +88,7 @@ def search(
             algorithm.run(model, tokenizer, prompts, fitness)
         except BudgetSpent:
             pass
-        budget, fitness.settings = fitness.evaluations, replace(settings, evaluations=None)
+        budget, fitness.settings = fitness.evaluations, replace(settings, max_evaluations=None)
         progress.note("tuning one uniform factor on the same examples")
         uniform = _tuned_uniform(settings, fitness, config.num_layers)
         progress.note("measuring on held-out questions")
@@ -162,9 +162,13 @@ def _check_held_out(
 
 
 def _tuned_uniform(settings: SearchSettings, fitness: Fitness, num_layers: int) -> dict[str, Any]:
-    """The best of evenly spaced uniform factors within the bounds, on the search examples, and the whole sweep."""
+    """The best of evenly spaced uniform factors, on the search examples, and the whole sweep.
+
+    They lie within the bounds, and within 0.5 to 2 where the box is wider: beyond, one factor for all layers is no model's best.
+    """
     path = fitness.folder.path / "uniform.json"
-    candidates = np.linspace(settings.min_factor, settings.max_factor, settings.uniform_candidates).round(4)
+    low, high = max(settings.min_factor, min(0.5, settings.max_factor)), min(settings.max_factor, max(2.0, settings.min_factor))
+    candidates = np.linspace(low, high, settings.uniform_candidates).round(4)
     if settings.resume and path.exists():
         return read_json(path)
     summaries = fitness.of_factors(np.repeat(candidates[:, None], num_layers, axis=1).astype(np.float32))

@@ -167,11 +167,11 @@ class SearchSettings(TaskFlags):
     """Probability that a mutation moves a control point."""
     generations: int = 20
     """Generations after the first (T)."""
-    evaluations: int | None = None
+    max_evaluations: int | None = None
     """End when so many individuals were scored by the model, whatever --generations says (default of all but ga: what the GA
     with these settings makes)."""
     uniform_candidates: int = 16
-    """Values tried for one uniform factor, the control that LPES has to beat."""
+    """Values tried for one uniform factor within the bounds (and within 0.5 to 2), the control that LPES has to beat."""
 
     steps: int = 200
     """gradient: steps of Adam."""
@@ -233,7 +233,7 @@ def check(settings: SearchSettings) -> None:
     for name, least in (("limit", 1), ("test_limit", 1), ("generations", 0), ("uniform_candidates", 1)):
         if getattr(settings, name) < least:
             raise UserError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(settings, name)}")
-    for name in ("batch_size", "population_chunk"):
+    for name in ("batch_size", "population_chunk", "max_evaluations"):
         if (value := getattr(settings, name)) is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     if not settings.positions:
@@ -252,8 +252,8 @@ def check(settings: SearchSettings) -> None:
     if settings.algorithm not in ("ga", "gradient", *NAMES):
         close = difflib.get_close_matches(settings.algorithm, ("ga", "gradient", *NAMES)) or ["ga", "gradient", "cma_es"]
         raise UserError(f"--algorithm {settings.algorithm!r} is not known; did you mean {', '.join(close)}?")
-    if settings.evaluations is not None and settings.algorithm == "gradient":
-        raise UserError("--evaluations counts individuals, which --algorithm gradient has none of; give --steps")
+    if settings.max_evaluations is not None and settings.algorithm == "gradient":
+        raise UserError("--max-evaluations counts individuals, which --algorithm gradient has none of; give --steps")
 
 
 def scaled_layers(settings: SearchSettings, num_layers: int) -> range:

@@ -285,7 +285,7 @@ def test_spaces_give_factors_of_their_granularity(tiny_config):
 def test_a_budget_of_evaluations_is_kept_to_the_evaluation(guesser, tokenizer, tmp_path, algorithm):
     settings = SearchSettings(
         **SMALL | {"algorithm": algorithm, "population_size": 6, "parents": 3, "mutations": 4, "crossovers": 1},
-        evaluations=17, output_path=tmp_path / "run",
+        max_evaluations=17, output_path=tmp_path / "run",
     )  # fmt: skip
     history, result = run(settings, guesser, tokenizer)
     assert sum(not line["cached"] for line in history) == result.factors.search["evaluations_of_algorithm"] == 17
@@ -326,7 +326,7 @@ def test_paper_preset_of_the_gradient_is_appendix_c():
     [
         ({"algorithm": "cma-es"}, "--algorithm 'cma-es' is not known; did you mean cma_es"),
         ({"weights": (0.5, 0.5)}, "--weights 0.5 0.5: give one number for each of --search-positions 0 50 100"),
-        ({"evaluations": 5}, "--evaluations counts individuals"),
+        ({"max_evaluations": 5}, "--max-evaluations counts individuals"),
         ({"steps": 0}, "--steps must be at least 1"),
         ({"learning_rate": 0.0}, "--learning-rate must be above 0"),
         ({"validation_share": 1.0}, "--validation-share must be between 0 and 1"),
