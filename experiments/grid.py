@@ -28,6 +28,7 @@ from lpes_jax.evaluation import BASELINE, Candidate, Outcome, default_metrics, e
 from lpes_jax.factors import LayerFactors, read_json, write_json
 from lpes_jax.models.llama import Loaded
 from lpes_jax.search import SearchSettings, preset, run_search
+from lpes_jax.search.fitness import fit
 from lpes_jax.search.settings import as_record
 from lpes_jax.tasks.flags import task_of, title_of
 
@@ -147,8 +148,8 @@ def collect(cells: Mapping[str, SearchSettings], flags: GridFlags) -> dict[str, 
 def record_of(folder: Path, settings: SearchSettings) -> dict[str, Any]:
     """What a finished search says about itself: factors, results, history. Raises UserError where its settings were others."""
     ran, wanted = read_json(folder / "config.json")["settings"], json.loads(json.dumps(as_record(settings)))
-    if ran != wanted:
-        name = next(name for name in sorted(wanted | ran) if ran.get(name) != wanted.get(name))
+    if different := sorted(name for name in wanted | ran if ran.get(name) != wanted.get(name)):
+        name = different[0]
         raise UserError(
             f"{folder} was run with {name}={ran.get(name)!r}, not {wanted.get(name)!r}; give the same flags or another "
             "--output-path"
@@ -169,6 +170,15 @@ def scores(record: Mapping[str, Any], method: str = "lpes") -> Float[np.ndarray,
     lines = map(json.loads, (record["folder"] / "samples.jsonl").read_text(encoding="utf-8").splitlines())
     values = [float(line[of_method["metric"]]) for line in lines if line["method"] == method]
     return np.array(values).reshape(-1, len(of_method["acc_by_position"]))
+
+
+def check_held_out(settings: SearchSettings, loaded: Loaded) -> None:
+    """Raise UserError where `held_out` would, for prompts that are too long."""
+    task = task_of(settings)
+    places = slots_of(task, settings.positions)
+    prompts = [task.prompt(it, *place) for it in task.examples("test", settings.test_limit, settings.seed) for place in places]
+    generates = (settings.metrics or default_metrics(task))[0] != "prefix"
+    fit(settings, loaded.model.config, task, loaded.tokenizer, prompts, generates)
 
 
 def held_out(settings: SearchSettings, loaded: Loaded, candidates: Mapping[str, LayerFactors]) -> dict[str, Outcome]:

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 from grid import (
     GridFlags,
+    check_held_out,
     header,
     held_out,
     markdown_table,
@@ -59,10 +60,12 @@ def main(s: Settings) -> None:
     for seed in s.seeds:
         data = {} if s.data is None else {"data": in_order_of(seed, s.data, s.output_path)}
         cells[f"seed{seed}"] = s.search(seed=seed, test_limit=1, **data)
-    records = run_grid(cells, s)
     settings = s.search(seed=s.test_seed)
+    loaded = load(s.model, settings.dtype)
+    check_held_out(settings, loaded)
+    records = run_grid(cells, s)
     factors = {f"LPES (set {seed})": LayerFactors.load(s.output_path / f"seed{seed}" / "factors.json") for seed in s.seeds}
-    outcomes = held_out(settings, load(s.model, settings.dtype), factors)
+    outcomes = held_out(settings, loaded, factors)
     found = figures_of(list(outcomes.values()), slots_of(task_of(settings), settings.positions))
     means = [100 * found[name]["acc,none"] for name in factors]
     rows = [row(name, [it]) for name, it in found.items()] + [paper_row(name, values) for name, values in PAPER.items()]

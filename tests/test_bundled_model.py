@@ -21,8 +21,8 @@ NAME = "tiny-retriever"
 ROOT = Path(__file__).resolve().parent.parent
 # The paper's GA on few questions; every second position is left out.
 SMALL_SEARCH = (
-    *("--preset", "quick", "--limit", "6", "--test-limit", "20", "--positions", "0", "50", "100", "--population-size", "12"),
-    *("--generations", "3", "--uniform-candidates", "3", "--seed", "5"),
+    *("--preset", "quick", "--limit", "4", "--test-limit", "12", "--positions", "0", "50", "100", "--population-size", "8"),
+    *("--generations", "2", "--uniform-candidates", "3", "--seed", "5"),
 )
 
 

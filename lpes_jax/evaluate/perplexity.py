@@ -10,6 +10,7 @@ from jaxtyping import Float
 from lpes_jax.evaluation import Candidate, environment
 from lpes_jax.factors import LayerFactors
 from lpes_jax.models.llama import Loaded
+from lpes_jax.models.llama.method import of_table
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.report.tables import console
 from lpes_jax.scoring import token_nll
@@ -61,10 +62,10 @@ def text_nlls(
     """-log p of each token of each window, with factors or without."""
     longest = max(len(window.ids) for window in windows)
     scaled = None if factors is None else jnp.asarray(factors.factors, jnp.float32)
-    table = model.config.rope_table(longest, scaled, "layer" if factors is None else factors.granularity)
+    method = of_table(model.config.rope_table(longest, scaled, "layer" if factors is None else factors.granularity))
     nlls: list[np.ndarray] = []
     for start in range(0, len(windows), batch_size):
         ids = [window.ids for window in windows[start : start + batch_size]]
         rows = ids + [ids[0]] * (batch_size - len(ids))  # the last batch is as large as the others: one compilation
-        nlls += list(np.asarray(token_nll(model, jnp.array(rows, jnp.int32), table)))[: len(ids)]
+        nlls += list(np.asarray(token_nll(model, jnp.array(rows, jnp.int32), method)))[: len(ids)]
     return nlls

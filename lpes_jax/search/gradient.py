@@ -31,6 +31,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from lpes_jax.errors import UserError
+from lpes_jax.models.llama.method import of_table
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.rope import RopeTable
 from lpes_jax.scoring import Batch, batch_scores, pack_rows, token_nll
@@ -146,7 +147,7 @@ def prompt_scores(
 ) -> tuple[Bool[Array, "N"], Float[Array, "N"]]:
     """Of each prompt: is an admitted answer the greedy continuation, and log p of the admitted answers together."""
     correct, log_p = (
-        scores.reshape(examples.is_row.shape) for scores in batch_scores(model, examples.batch, table, remat=remat)
+        scores.reshape(examples.is_row.shape) for scores in batch_scores(model, examples.batch, of_table(table), remat=remat)
     )
     return (correct & examples.is_row).any(axis=1), jax.nn.logsumexp(jnp.where(examples.is_row, log_p, -jnp.inf), axis=1)
 
@@ -160,7 +161,7 @@ def answer_loss(model: Llama, examples: Examples, table: RopeTable, *, weighted:
 
 def text_loss(model: Llama, windows: Int[Array, "W T"], table: RopeTable) -> Float[Array, ""]:
     """The mean of -log p of the tokens of plain text but each window's first, differentiable likewise."""
-    return token_nll(model, windows, table, remat=True)[:, 1:].mean()
+    return token_nll(model, windows, of_table(table), remat=True)[:, 1:].mean()
 
 
 def descend(
@@ -266,7 +267,7 @@ def _prompts_now(goal: _Goal, model: Llama, examples: Examples, parameters: Para
 @partial(jax.jit, static_argnames="goal")
 def _text_now(goal: _Goal, model: Llama, text: Int[Array, "W T"], parameters: Parameters, at: Int[Array, "n"]):
     tuned, table = goal.apply(model, parameters)
-    return (token_nll(tuned, text[at], table)[:, 1:].mean(axis=1),)
+    return (token_nll(tuned, text[at], of_table(table))[:, 1:].mean(axis=1),)
 
 
 def _look(

@@ -164,7 +164,7 @@ def _check_held_out(
 def _tuned_uniform(settings: SearchSettings, fitness: Fitness, num_layers: int) -> dict[str, Any]:
     """The best of evenly spaced uniform factors, on the search examples, and the whole sweep.
 
-    They lie within the bounds, and within 0.5 to 2 where the box is wider: beyond, one factor for all layers is no model's best.
+    They lie within the bounds, and within 0.5 to 2 where the box is wider: no model's best single factor lies beyond.
     """
     path = fitness.folder.path / "uniform.json"
     low, high = max(settings.min_factor, min(0.5, settings.max_factor)), min(settings.max_factor, max(2.0, settings.min_factor))

@@ -13,6 +13,7 @@ from jaxtyping import Int
 
 from lpes_jax.errors import UserError
 from lpes_jax.models.llama.generate import greedy
+from lpes_jax.models.llama.method import of_table
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.tasks.perplexity import Perplexity
 
@@ -42,7 +43,7 @@ def text_windows(
         model,
         first.astype(jnp.int32),
         jnp.ones(len(first), jnp.int32),
-        model.config.rope_table(length),
+        of_table(model.config.rope_table(length)),
         jnp.zeros(0, jnp.int32),
         length - 1,
         jax.random.fold_in(jax.random.key(seed), 1),

@@ -16,7 +16,7 @@ from lpes_jax.errors import UserError
 from lpes_jax.factors import LayerFactors
 from lpes_jax.models.llama import Llama
 from lpes_jax.models.llama.attention import causal_attention
-from lpes_jax.models.llama.model import decoder_layer, hidden_states
+from lpes_jax.models.llama.model import decoder_layer, hidden_states, layer_rows, rotated
 from lpes_jax.rope import RopeParameters
 from lpes_jax.search.gradient import answer_loss, pack
 from lpes_jax.tasks.prompts import EncodedPrompt
@@ -84,10 +84,11 @@ def test_a_temperature_multiplies_the_attention_logits(tiny_config, family, coun
     def out(model: Llama, of_dim: jax.Array) -> jax.Array:
         layer = jax.tree.map(lambda leaf: leaf[0], model.layers)
 
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            return causal_attention(q * of_dim, k, v)
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
+            q, k = rotated(q, k, jax.tree.map(lambda leaf: leaf[0], layer_rows(config, own)), jnp.arange(24))
+            return causal_attention(q * of_dim, k, v), None
 
-        return decoder_layer(config, layer, own.inv_freq[0], own.attention_scaling, x, jnp.arange(24), attend)[0]
+        return decoder_layer(config, layer, x, attend)[0]
 
     changed, table = temperature(model, own, jnp.asarray(t, jnp.float32))
     wanted = out(model, of_dim)
