@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Tiny models take far longer to compile than to run; only slow tests, and processes of their own, are optimised in full."""
+    """Tiny models take longer to compile than to run; only slow tests, and processes of their own, get all optimisations."""
     jax.config.update("jax_disable_most_optimizations", item.get_closest_marker("slow") is None)
 
 

@@ -131,8 +131,13 @@ def initial_state(parameters: Parameters, num_tasks: int) -> State:
     return State(0, parameters, _adam.init(parameters), math.nan, look, 0)
 
 
-def pack(prompts: Sequence[EncodedPrompt], weights: Sequence[float]) -> Examples:
-    """All prompts padded to one length, each with as many rows as the prompt with the most answers."""
+def pack(prompts: Sequence[EncodedPrompt], weights: Sequence[float], most_answers: int = 2) -> Examples:
+    """All prompts padded to one length, each with as many rows as the prompt with the most answers, `most_answers` at most.
+
+    A row is a pass through the model, and every prompt has as many: a single question with thirteen admitted answers, as there
+    is one in lost-in-the-middle's file, must not make all others thirteen times as dear. The first answers are the usual ones.
+    """
+    prompts = [EncodedPrompt(prompt.ids, prompt.answers[:most_answers]) for prompt in prompts]
     most = max(len(prompt.answers) for prompt in prompts)
     rows, is_row = [], np.zeros((len(prompts), most), bool)
     for number, prompt in enumerate(prompts):

@@ -13,12 +13,14 @@ Letters: n tables, B batch, T queries, S keys, H heads, K key-value heads, D hea
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 from jaxtyping import Array, Float, Int
 
+from lpes_jax.errors import UserError
+from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.rope import RopeTable
 
 
@@ -87,3 +89,18 @@ jax.tree_util.register_dataclass(Method, data_fields=["tables", "replacement"], 
 def of_table(table: RopeTable) -> Method:
     """The plain model with a table: `[L, G, half]`."""
     return Method(jax.tree.map(lambda leaf: leaf[None], table))
+
+
+def of_attention(
+    name: str, attention: Attention, config: LlamaConfig, longest: int, parameters: Any = None
+) -> Method:
+    """The model with another attention and its own table, for texts of at most `longest` tokens.
+
+    Raises UserError where a layer has a sliding window in use: `name` (the method) would let it see the whole text.
+    """
+    if (config.windows(longest) < longest).any():
+        raise UserError(
+            f"{name} attends to the whole text, but layers of this model see only the last {config.sliding_window} tokens; "
+            f"give it texts of at most {config.sliding_window} tokens, answer included, or a model without sliding windows"
+        )
+    return replace(of_table(config.rope_table(longest)), replacement=Replacement(parameters, attention))
