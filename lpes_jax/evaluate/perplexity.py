@@ -8,7 +8,6 @@ import numpy as np
 from jaxtyping import Float
 
 from lpes_jax.evaluation import Candidate, environment
-from lpes_jax.factors import LayerFactors
 from lpes_jax.models.llama import Loaded
 from lpes_jax.models.llama.method import of_table
 from lpes_jax.models.llama.model import Llama
@@ -36,7 +35,7 @@ def measure_perplexity(
     methods: dict[str, Any] = {}
     out = console()
     for candidate in candidates:
-        nlls = text_nlls(loaded.model, windows, candidate.factors, batch_size or 1)
+        nlls = text_nlls(loaded.model, windows, candidate, batch_size or 1)
         by_position = perplexity_by_position(windows, nlls)
         methods[candidate.name] = {
             "perplexity,none": perplexity(windows, nlls),
@@ -57,12 +56,14 @@ def measure_perplexity(
 
 
 def text_nlls(
-    model: Llama, windows: Sequence[Window], factors: LayerFactors | None, batch_size: int = 1
+    model: Llama, windows: Sequence[Window], candidate: Candidate, batch_size: int = 1
 ) -> list[Float[np.ndarray, "T"]]:
-    """-log p of each token of each window, with factors or without."""
-    longest = max(len(window.ids) for window in windows)
+    """-log p of each token of each window."""
+    longest, factors = max(len(window.ids) for window in windows), candidate.factors
     scaled = None if factors is None else jnp.asarray(factors.factors, jnp.float32)
     method = of_table(model.config.rope_table(longest, scaled, "layer" if factors is None else factors.granularity))
+    if candidate.method is not None:
+        method = candidate.method(model.config, longest)
     nlls: list[np.ndarray] = []
     for start in range(0, len(windows), batch_size):
         ids = [window.ids for window in windows[start : start + batch_size]]

@@ -5,11 +5,11 @@ several places. They share the tokens and nothing else; at each position, run j 
 
     w = softmax over the runs of c        merged = sum_j w_j z_j
 
-The released code takes the largest raw logit as c (`max_logit`) and mixes logits, in float32; those are the defaults. The paper
-speaks of output distributions, weighted by confidence: `max_probability` and `probabilities` (the log of the mixed ones, so that
-they are logits again). Where we differ: all runs are one program with an axis more, over a batch of prompts, tables are made
-once and not at each step, every position of a text can be read, not the last alone (so that perplexity exists), and bases are
-relative to the model's own theta unless told otherwise: theirs were chosen for one of 10000.
+The released code takes the largest raw logit as c (`max_logit`) and mixes logits, in float32; those are the defaults. The
+paper speaks of output distributions, weighted by confidence: `max_probability` and `probabilities` (the log of the mixed ones,
+so that they are logits again). Where we differ: all runs are one program with an axis more, over a batch of prompts; tables are
+made once and not at each step; every position of a text can be read, not the last alone, so that perplexity exists; and bases
+are relative to the model's own theta unless told otherwise, for theirs were chosen for one of 10000.
 
 Letters: n runs, B batch, A positions that are read, V vocabulary, D head dim, M distances.
 """
@@ -94,24 +94,24 @@ def choose_bases(
     candidates: Sequence[float] | None = None,
     tolerance: int = 3,
 ) -> list[float]:
-    """The offline search for bases, which asks no model: theta, and one base after the other that fills troughs of those before.
+    """The offline search for bases, which asks no model: theta, then base after base that fills troughs of those before.
 
-    Of `candidates` (theta to 3 theta in steps of theta / 20), the one is taken that has most pairs of a peak of its wave and an
-    uncovered trough of the chosen at most `tolerance` tokens apart; of equals the one with the smallest mean squared distance of
-    such pairs, then the smallest base. A trough is covered when a peak of a chosen base is as near. Only `distances`, first and
-    last in tokens, are looked at, and six peaks and troughs of a wave. Fewer than `count` bases come back where no candidate
-    covers anything more. `attention_buckets(..., relative=False)` takes the result.
+    Of `candidates` (theta to 3 theta in steps of theta / 20), the one is taken that has most pairs of a peak of its wave and
+    an uncovered trough of the chosen at most `tolerance` tokens apart; of equals the one with the smallest mean squared
+    distance of such pairs, then the smallest base. A trough is covered when a peak of a chosen base is as near. `distances`
+    are the first and last that are looked at, in tokens; a wave has six peaks and six troughs. Where no candidate covers
+    anything more, fewer than `count` bases come back. `attention_buckets(..., relative=False)` takes the result.
 
-    Peaks and troughs are those of the released code. That also counts troughs on peaks, takes as covered what coincides to the
-    token, and was started from bases set by hand: it does not give the published sets by itself, nor does this (but 18000 comes
-    first after 10000 in both).
+    Peaks and troughs are those of the released code. That also counts troughs on peaks, takes as covered only what coincides
+    to the token, and starts from bases set by hand (10000, 18000, 19000). From 10000 alone neither gives the published sets.
     """
     if not (theta > 1 and count >= 1 and 0 <= distances[0] < distances[1] and tolerance >= 0 and head_dim >= 2):
         raise UserError("Attention Buckets: the search needs theta > 1, count >= 1, tolerance >= 0, distances (first, last)")
     at = np.arange(distances[0], distances[1] + 1)
     steps = [theta * step / 20 for step in range(20, 61)] if candidates is None else [float(base) for base in candidates]
     waves = {base: wave(base, head_dim, at) for base in (theta, *steps)}
-    peaks, troughs = ({base: at[find(values)] for base, values in waves.items()} for find in (_peaks, _troughs))
+    peaks = {base: at[peaks_of(values)] for base, values in waves.items()}
+    troughs = {base: at[troughs_of(values)] for base, values in waves.items()}
     chosen = [float(theta)]
     while len(chosen) < count:
         filled = np.concatenate([peaks[base] for base in chosen])
@@ -129,7 +129,7 @@ def choose_bases(
     return sorted(chosen)
 
 
-def _peaks(values: Float[np.ndarray, "M"]) -> Int[np.ndarray, "peaks"]:
+def peaks_of(values: Float[np.ndarray, "M"]) -> Int[np.ndarray, "peaks"]:
     """Indices of the highest local maximum, and on from there of the highest of those 51 to 550 further on: six at most."""
     maxima = 1 + np.flatnonzero((values[1:-1] > values[:-2]) & (values[1:-1] > values[2:]))
     found, ahead = [], maxima
@@ -139,7 +139,7 @@ def _peaks(values: Float[np.ndarray, "M"]) -> Int[np.ndarray, "peaks"]:
     return np.array(found, int)
 
 
-def _troughs(values: Float[np.ndarray, "M"]) -> Int[np.ndarray, "troughs"]:
+def troughs_of(values: Float[np.ndarray, "M"]) -> Int[np.ndarray, "troughs"]:
     """Indices of the lowest local minimum, and back from there of the lowest of those more than 60 before it: six at most."""
     minima = 1 + np.flatnonzero((values[1:-1] < values[:-2]) & (values[1:-1] < values[2:]))
     found, before = [], minima

@@ -52,13 +52,13 @@ def ms_poe(mode: Mode = "paper", min_ratio: float = 1.2, max_ratio: float = 1.8,
     if not 0 < min_ratio <= max_ratio < np.inf:
         raise UserError(f"Ms-PoE: ratios must be above 0 and rise, got {min_ratio} to {max_ratio}")
 
-    def make(config: LlamaConfig, longest: int) -> Method:
+    def make(config: LlamaConfig, length: int) -> Method:
         if mode == "original" and config.num_heads != config.num_kv_heads:
             raise UserError(
                 f"Ms-PoE as released is not defined where {config.num_heads} heads share {config.num_kv_heads} keys: a key and "
                 "its queries would be scaled differently; take the mode `paper`, which ranks the KV groups"
             )
-        return of_attention("Ms-PoE", HeadScaling(mode, min_ratio, max_ratio, first_layer), config, longest)
+        return of_attention("Ms-PoE", HeadScaling(mode, min_ratio, max_ratio, first_layer), config, length)
 
     return make
 

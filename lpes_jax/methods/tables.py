@@ -1,8 +1,8 @@
 """The methods that are one RoPE table: they cost what the plain model costs.
 
-Each starts from the model's own RoPE, theta and all. A table is made once for a call, for its longest text (see `lpes_jax.rope`);
-no key is ever rotated by an older one. A model whose RoPE has a type already: interpolation and LPES divide the frequencies that
-it gives; the other methods rebuild frequencies from theta, would undo what the model was trained with, and refuse.
+Each starts from the model's own RoPE, theta and all. A table is made once for a call, for its longest text (`lpes_jax.rope`
+says why): no key is rotated by an older one. Where the model's RoPE has a type already, interpolation and LPES divide the
+frequencies that it gives; the other methods rebuild frequencies from theta, would undo what it was trained with, and refuse.
 """
 
 import math

@@ -91,16 +91,14 @@ def of_table(table: RopeTable) -> Method:
     return Method(jax.tree.map(lambda leaf: leaf[None], table))
 
 
-def of_attention(
-    name: str, attention: Attention, config: LlamaConfig, longest: int, parameters: Any = None
-) -> Method:
-    """The model with another attention and its own table, for texts of at most `longest` tokens.
+def of_attention(name: str, attention: Attention, config: LlamaConfig, length: int, parameters: Any = None) -> Method:
+    """The model with another attention and its own table, for texts of at most `length` tokens.
 
     Raises UserError where a layer has a sliding window in use: `name` (the method) would let it see the whole text.
     """
-    if (config.windows(longest) < longest).any():
+    if (config.windows(length) < length).any():
         raise UserError(
             f"{name} attends to the whole text, but layers of this model see only the last {config.sliding_window} tokens; "
             f"give it texts of at most {config.sliding_window} tokens, answer included, or a model without sliding windows"
         )
-    return replace(of_table(config.rope_table(longest)), replacement=Replacement(parameters, attention))
+    return replace(of_table(config.rope_table(length)), replacement=Replacement(parameters, attention))
