@@ -3,24 +3,28 @@
 import json
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 from lpes_jax.compare import NAMES, CompareSettings, run_comparison
 from lpes_jax.errors import UserError
 from lpes_jax.factors import LayerFactors
+from lpes_jax.methods.moice import Router
+from lpes_jax.models.llama import LlamaConfig
 from lpes_jax.statistics import holm
 
-SMALL = {"num_pairs": 3, "key_length": 1, "limit": 1, "test_limit": 2, "budget": 2, "repeats": 1, "router_batch": 2}
+SMALL = {"num_pairs": 3, "key_length": 1, "limit": 1, "test_limit": 2, "budget": 2, "repeats": 1}
 
 
 @pytest.fixture(scope="module")
-def compared(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
+def compared(model_folder: Path, tiny_config: LlamaConfig, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
     folder = tmp_path_factory.mktemp("compare")
     LayerFactors(np.array([1.0, 1.5, 0.7])).save(folder / "factors.json")
+    Router.init(jax.random.key(0), tiny_config).save(folder / "router.safetensors")
     settings = CompareSettings(
-        **SMALL, model=str(model_folder), factors=folder / "factors.json", router_steps=1, positions=(0, 100),
-        output_path=folder / "out",
+        **SMALL, model=str(model_folder), factors=folder / "factors.json", router=folder / "router.safetensors",
+        positions=(0, 100), output_path=folder / "out",
     )  # fmt: skip
     return folder, run_comparison(settings)
 
