@@ -12,7 +12,7 @@ test: .venv/installed-$(EXTRAS)
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/basedpyright
-	.venv/bin/python -m pytest --numprocesses 2 --dist loadfile
+	.venv/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv

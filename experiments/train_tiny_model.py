@@ -53,7 +53,7 @@ from lpes_jax.evaluation import environment
 from lpes_jax.models.llama import Llama, LlamaConfig
 from lpes_jax.models.llama.attention import causal_attention
 from lpes_jax.models.llama.checkpoint import save_llama
-from lpes_jax.models.llama.model import decoder_layer, matmul, output_logits, rms_norm
+from lpes_jax.models.llama.model import decoder_layer, layer_rows, matmul, output_logits, rms_norm, rotated
 from lpes_jax.rope import RopeParameters, rope_table
 from lpes_jax.tasks.key_value import KeyValue
 from lpes_jax.tasks.prompts import slot
@@ -183,12 +183,16 @@ def token_logits(model: Llama, tokens: Int[Array, "B T"], dtype: Any) -> Float[A
     table = rope_table(config.rope, config.head_dim, config.num_layers)
     positions = jnp.arange(tokens.shape[1])
 
-    def layer(x: Array, layer_and_row: tuple[Any, Array]) -> tuple[Array, None]:
-        x, _ = decoder_layer(config, *layer_and_row, table.attention_scaling, x, positions, causal_attention)
-        return x, None
+    def layer(x: Array, layer_and_row: tuple[Any, Any]) -> tuple[Array, None]:
+        layer, row = layer_and_row
+
+        def attend(q: Array, k: Array, v: Array) -> tuple[Array, None]:
+            return causal_attention(*rotated(q, k, row, positions), v), None
+
+        return decoder_layer(config, layer, x, attend)
 
     x = matmul(jax.nn.one_hot(tokens, config.vocab_size, dtype=dtype), narrow.embed[...])
-    x, _ = jax.lax.scan(layer, x, (narrow.layers, table.inv_freq))
+    x, _ = jax.lax.scan(layer, x, (narrow.layers, layer_rows(config, table)))
     return output_logits(narrow, rms_norm(x, narrow.norm[...], config.rms_norm_eps))
 
 

@@ -16,7 +16,12 @@ import tyro
 
 from lpes_jax.errors import UserError
 
-VERBS = {"search": "lpes_jax.search.__main__", "evaluate": "lpes_jax.evaluate.__main__", "doctor": "lpes_jax.doctor"}
+VERBS = {
+    "search": "lpes_jax.search.__main__",
+    "evaluate": "lpes_jax.evaluate.__main__",
+    "compare": "lpes_jax.compare",
+    "doctor": "lpes_jax.doctor",
+}
 Flags = TypeVar("Flags")
 
 

@@ -32,6 +32,7 @@ from lpes_jax.models.llama import Loaded, load
 from lpes_jax.models.llama.attention import runs_on_cudnn
 from lpes_jax.models.llama.checkpoint import Checkpoint, open_checkpoint, save_llama
 from lpes_jax.models.llama.generate import greedy
+from lpes_jax.models.llama.method import of_table
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.models.zoo import resolve
 from lpes_jax.report.tables import console
@@ -187,7 +188,7 @@ def _rope_in_float32(model: Llama) -> Check:
 def _cached_is_full(model: Llama, tokens: list[int], dtype: str) -> Check:
     table = model.config.rope_table(len(tokens) + NEW_TOKENS)
     prompt, length = jnp.array([tokens], jnp.int32), jnp.array([len(tokens)], jnp.int32)
-    new = np.asarray(greedy(model, prompt, length, table, jnp.array([], jnp.int32), NEW_TOKENS))[0]
+    new = np.asarray(greedy(model, prompt, length, of_table(table), jnp.array([], jnp.int32), NEW_TOKENS))[0]
     whole = np.asarray(logits(model, jnp.array([[*tokens, *new.tolist()]], jnp.int32)))[0]
     predicting = whole[len(tokens) - 1 : -1]
     gaps = predicting.max(axis=-1) - predicting[np.arange(NEW_TOKENS), new]
@@ -240,7 +241,7 @@ def _transformers_agrees(loaded: Loaded, tokens: list[int], settings: DoctorSett
         ours = np.asarray(logits(ours_model, jnp.array([tokens], jnp.int32)))[0]
         table = ours_model.config.rope_table(len(tokens) + NEW_TOKENS)
         prompt, length = jnp.array([tokens], jnp.int32), jnp.array([len(tokens)], jnp.int32)
-        new = np.asarray(greedy(ours_model, prompt, length, table, jnp.array([], jnp.int32), NEW_TOKENS))[0].tolist()
+        new = np.asarray(greedy(ours_model, prompt, length, of_table(table), jnp.array([], jnp.int32), NEW_TOKENS))[0].tolist()
     yield _agreement("logits equal transformers' (float32)", ours, wanted, "float32")
     yield Check(
         "greedy ids equal transformers'", new == ids, f"{sum(a == b for a, b in zip(new, ids, strict=True))} of {NEW_TOKENS}"

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from jaxtyping import Bool, Float
 
 from lpes_jax.errors import UserError
 from lpes_jax.factors import LayerFactors
+from lpes_jax.methods import Maker
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.report.tables import Row
 from lpes_jax.scoring import OptionScorer, Scorer, generate_ids
@@ -40,11 +42,15 @@ Report = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Candidate:
-    """Something to measure: factors, or the model as it is; `plain`: on prompts without the forced opener."""
+    """Something to measure: factors, a method (`lpes_jax.methods`), or the model as it is.
+
+    `plain`: on prompts without the forced opener.
+    """
 
     name: str
     factors: LayerFactors | None = None
     plain: bool = False
+    method: Maker | None = None
 
 
 @dataclass(frozen=True)
@@ -181,7 +187,11 @@ class _Measure:
             scores: dict[str, np.ndarray] = {}
             log_likelihood = None
             if verdicts is not None:
-                correct, log_likelihood = verdicts(factors.factors[None], factors.granularity, self.on_prompts)
+                if candidate.method is None:
+                    correct, log_likelihood = verdicts(factors.factors[None], factors.granularity, self.on_prompts)
+                else:
+                    method = candidate.method(self.model.config, verdicts.longest)
+                    correct, log_likelihood = verdicts.of_method(method, self.on_prompts)
                 scores["prefix" if task.decided_by == "generation" else task.metrics[0]] = (
                     correct[0].astype(float).reshape(shape)
                 )
@@ -208,6 +218,7 @@ class _Measure:
             [prompt.ids for prompt in encoded],
             factors=factors.factors,
             granularity=factors.granularity,
+            make_method=None if outcome.candidate.method is None else partial(outcome.candidate.method, self.model.config),
             max_new_tokens=self.new_tokens,
             stop=self.stop_ids,
             batch_size=self.batch_size,

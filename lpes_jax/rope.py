@@ -171,7 +171,7 @@ class RopeTable:
     """
 
     inv_freq: Float[Array, "*population L G half"]
-    attention_scaling: Float[Array, ""]
+    attention_scaling: Float[Array, "*tables"]
 
 
 def inverse_frequencies(rope: RopeParameters, head_dim: int, length: int = 0) -> Float[Array, "half"]:

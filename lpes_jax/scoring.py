@@ -24,7 +24,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from lpes_jax.errors import UserError
 from lpes_jax.models.llama.generate import greedy
-from lpes_jax.models.llama.model import Llama, hidden_states, output_logits
+from lpes_jax.models.llama.method import Method, of_table
+from lpes_jax.models.llama.model import Llama, hidden_states, method_logits, over_tables
 from lpes_jax.rope import Granularity, RopeTable, scale_layers
 from lpes_jax.tasks.prompts import EncodedPrompt, Prompt, encode, option_prompts
 
@@ -50,15 +51,50 @@ class Scores(NamedTuple):
     log_likelihood: Float[np.ndarray, "P N"]
 
 
-def batch_scores(model: Llama, batch: Batch, table: RopeTable) -> tuple[Bool[Array, "B"], Float[Array, "B"]]:
-    """For each row: are all answer tokens the argmax, and the sum of their log-probabilities in nats."""
-    hidden = hidden_states(model, batch.tokens, table)
+def batch_scores(
+    model: Llama, batch: Batch, method: Method, *, remat: bool = False
+) -> tuple[Bool[Array, "B"], Float[Array, "B"]]:
+    """For each row: are all answer tokens the argmax, and the sum of their log-probabilities in nats.
+
+    `remat` is `hidden_states`'s, for gradients.
+    """
     at = jnp.minimum(batch.first[:, None] + jnp.arange(batch.answers.shape[1]), batch.tokens.shape[1] - 1)
-    logits = output_logits(model, jnp.take_along_axis(hidden, at[:, :, None], axis=1))  # [B, A, V]
+
+    def hidden(table: RopeTable) -> Float[Array, "B A E"]:
+        hidden = hidden_states(model, batch.tokens, table, remat=remat, replacement=method.replacement, lengths=batch.first + 1)
+        return jnp.take_along_axis(hidden, at[:, :, None], axis=1)
+
+    logits = method_logits(model, over_tables(hidden, method.tables), method)  # [B, A, V]
     chosen = jnp.take_along_axis(logits, batch.answers[:, :, None], axis=-1)[..., 0]
     log_probability = chosen - jax.nn.logsumexp(logits, axis=-1)
     correct = (jnp.argmax(logits, axis=-1) == batch.answers) | ~batch.is_answer
     return correct.all(axis=-1), jnp.where(batch.is_answer, log_probability, 0).sum(axis=-1)
+
+
+@partial(jax.jit, static_argnames=("chunk", "remat"))
+def token_nll(
+    model: Llama, tokens: Int[Array, "B T"], method: Method, chunk: int = 256, *, remat: bool = False
+) -> Float[Array, "B T"]:
+    """-log p of each token in nats, float32; 0 for a row's first, which nothing predicts.
+
+    The logits of `chunk` positions of every row are in memory together. `remat` is `hidden_states`'s, for gradients.
+    """
+    run = partial(hidden_states, model, tokens, remat=remat, replacement=method.replacement)
+    hidden = over_tables(run, method.tables)[:, :, :-1]
+    tables, batch, length, width = hidden.shape
+    chunk = min(chunk, length)
+    padding = -length % chunk
+    hidden = jnp.pad(hidden, ((0, 0), (0, 0), (0, padding), (0, 0))).reshape(tables, batch, -1, chunk, width)
+    wanted = jnp.pad(tokens[:, 1:], ((0, 0), (0, padding))).reshape(batch, -1, chunk).swapaxes(0, 1)
+
+    def nll(hidden_and_wanted: tuple[Array, Array]) -> Array:
+        hidden, wanted = hidden_and_wanted
+        logits = method_logits(model, hidden, method)
+        return jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, wanted[..., None], axis=-1)[..., 0]
+
+    values = jax.lax.map(jax.checkpoint(nll) if remat else nll, (jnp.moveaxis(hidden, 2, 0), wanted))
+    values = values.swapaxes(0, 1).reshape(batch, -1)[:, :length]
+    return jnp.pad(values, ((0, 0), (1, 0)))
 
 
 def population_scores(
@@ -72,7 +108,8 @@ def population_scores(
     own = model.config.rope_table(batch.tokens.shape[1]) if table is None else table
 
     def individual(factors: Array) -> tuple[Array, Array]:
-        return batch_scores(model, batch, RopeTable(scale_layers(own.inv_freq, factors, granularity), own.attention_scaling))
+        scaled = RopeTable(scale_layers(own.inv_freq, factors, granularity), own.attention_scaling)
+        return batch_scores(model, batch, of_table(scaled))
 
     return jax.vmap(individual)(factors)
 
@@ -94,6 +131,9 @@ def _sharded_scores(
 
     specs = (everywhere, everywhere, split, everywhere)
     return jax.shard_map(score, mesh=mesh, in_specs=specs, out_specs=split, check_vma=False)(model, batch, factors, table)
+
+
+_method_scores = jax.jit(batch_scores)
 
 
 class Scorer:
@@ -120,7 +160,7 @@ class Scorer:
         _check_ids(model, [ids + answer for ids, answer in rows])
         self._prompt_of_row = np.repeat(np.arange(len(prompts)), [len(prompt.answers) for prompt in prompts])
         self.answer_tokens = np.array([min(len(answer) for answer in prompt.answers) for prompt in prompts])
-        longest = max(len(ids) + len(answer) for ids, answer in rows)
+        self.longest = longest = max(len(ids) + len(answer) for ids, answer in rows)
         self._table = jax.device_put(self.model.config.rope_table(longest), self._replicated)
         longest = round_up(longest)
         at_once = _tokens_at_once(model, longest, max(len(answer) for _, answer in rows))
@@ -174,6 +214,17 @@ class Scorer:
             start += len(individuals)
         return self._by_prompt(correct, log_likelihood)
 
+    def of_method(self, method: Method, on_prompts: Callable[[int], None] = lambda count: None) -> Scores:
+        """Scores of one method (made for `longest` tokens), P = 1."""
+        rows = len(self._prompt_of_row)
+        correct, log_likelihood = np.empty((1, rows), bool), np.empty((1, rows), np.float32)
+        for at, batch in self._batches:
+            self._shapes.add((batch.tokens.shape, batch.answers.shape))
+            of_batch = _method_scores(self.model, batch, method)
+            correct[0, at], log_likelihood[0, at] = (np.asarray(values)[: len(at)] for values in of_batch)
+        on_prompts(self.num_prompts)
+        return self._by_prompt(correct, log_likelihood)
+
     def _by_prompt(self, correct: np.ndarray, log_likelihood: np.ndarray) -> Scores:
         # The admitted answers of a prompt: right if one is, as likely as all together.
         first_rows = np.searchsorted(self._prompt_of_row, np.arange(self.num_prompts))
@@ -212,8 +263,18 @@ class OptionScorer:
         on_prompts: Callable[[int], None] = lambda count: None,
     ) -> Scores:
         """As `Scorer`'s."""
-        of_option = self._scorer(factors, granularity).log_likelihood
-        correct = np.empty((len(factors), self.num_prompts), bool)
+        return self._of_options(self._scorer(factors, granularity).log_likelihood, on_prompts)
+
+    @property
+    def longest(self) -> int:
+        return self._scorer.longest
+
+    def of_method(self, method: Method, on_prompts: Callable[[int], None] = lambda count: None) -> Scores:
+        """As `Scorer`'s."""
+        return self._of_options(self._scorer.of_method(method).log_likelihood, on_prompts)
+
+    def _of_options(self, of_option: Float[np.ndarray, "P rows"], on_prompts: Callable[[int], None]) -> Scores:
+        correct = np.empty((len(of_option), self.num_prompts), bool)
         log_likelihood = np.empty(correct.shape, np.float32)
         for at, (start, end, gold) in enumerate(zip(self._starts[:-1], self._starts[1:], self._gold, strict=True)):
             options = of_option[:, start:end]
@@ -273,18 +334,26 @@ def generate_ids(
     *,
     factors: Float[np.ndarray, "..."] | None = None,
     granularity: Granularity = "layer",
+    make_method: Callable[[int], Method] | None = None,
     max_new_tokens: int = 100,
     stop: Sequence[int] = (),
     batch_size: int | None = None,
     on_prompts: Callable[[int], None] = lambda count: None,
 ) -> list[list[int]]:
-    """Greedy continuations of token ids, each cut before the first id of `stop`, in the order of the prompts."""
+    """Greedy continuations of token ids, each cut before the first id of `stop`, in the order of the prompts.
+
+    By the model with `factors`, or by the method that `make_method` makes for a length in tokens.
+    """
     _check_ids(model, prompts)
-    scaled = None if factors is None else jnp.asarray(factors, jnp.float32)
     longest = max(len(ids) for ids in prompts)
-    table = model.config.rope_table(longest + max_new_tokens, scaled, granularity)
+    if make_method is None:
+        scaled = None if factors is None else jnp.asarray(factors, jnp.float32)
+        method = of_table(model.config.rope_table(longest + max_new_tokens, scaled, granularity))
+    else:
+        method = make_method(longest + max_new_tokens)
     longest = round_up(longest)
-    batch_size = batch_size or max(1, min(len(prompts), _tokens_at_once(model, longest + max_new_tokens, 1) // longest))
+    at_once = _tokens_at_once(model, longest + max_new_tokens, 1) // longest // len(method.tables.inv_freq)
+    batch_size = batch_size or max(1, min(len(prompts), at_once))
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     outputs: list[list[int]] = [[] for _ in prompts]
     for start in range(0, len(order), batch_size):
@@ -292,7 +361,7 @@ def generate_ids(
         chosen = [list(prompts[i]) for i in at]
         padding = [chosen[0]] * (batch_size - len(chosen))  # the last batch is as large as the others: one compilation
         tokens, lengths = _padded(chosen + padding, round_up(len(chosen[-1])))
-        new = greedy(model, jnp.asarray(tokens), jnp.asarray(lengths), table, jnp.array(stop, jnp.int32), max_new_tokens)
+        new = greedy(model, jnp.asarray(tokens), jnp.asarray(lengths), method, jnp.array(stop, jnp.int32), max_new_tokens)
         for i, ids in zip(at, np.asarray(new).tolist(), strict=False):
             end = next((n for n, token in enumerate(ids) if token in stop), len(ids))
             outputs[i] = ids[:end]
@@ -306,6 +375,20 @@ def round_up(length: int) -> int:
     return -(-length // step) * step
 
 
+def pack_rows(rows: Sequence[tuple[list[int], list[int]]], answer_length: int | None = None) -> Batch:
+    """(prompt ids, answer ids) of each row as one batch, padded to the longest."""
+    answer_length = answer_length or max(len(answer) for _, answer in rows)
+    length = round_up(max(len(ids) + len(answer) for ids, answer in rows))
+    tokens, _ = _padded([ids + answer for ids, answer in rows], length)
+    answers, answer_lengths = _padded([answer for _, answer in rows], answer_length)
+    return Batch(
+        tokens=jnp.asarray(tokens),
+        first=jnp.array([len(ids) - 1 for ids, _ in rows], jnp.int32),
+        answers=jnp.asarray(answers),
+        is_answer=jnp.asarray(np.arange(answer_length) < answer_lengths[:, None]),
+    )
+
+
 def _batches(rows: list[tuple[list[int], list[int]]], batch_size: int) -> list[tuple[np.ndarray, Batch]]:
     # Sorted by length, so that a batch holds rows alike; each with its rows' indices. A short batch repeats its first row.
     order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]) + len(rows[i][1]))
@@ -314,20 +397,7 @@ def _batches(rows: list[tuple[list[int], list[int]]], batch_size: int) -> list[t
     for start in range(0, len(order), batch_size):
         at = order[start : start + batch_size]
         filled = [rows[i] for i in at] + [rows[at[0]]] * (batch_size - len(at))
-        length = round_up(max(len(ids) + len(answer) for ids, answer in filled))
-        tokens, _ = _padded([ids + answer for ids, answer in filled], length)
-        answers, answer_lengths = _padded([answer for _, answer in filled], answer_length)
-        batches.append(
-            (
-                np.array(at),
-                Batch(
-                    tokens=jnp.asarray(tokens),
-                    first=jnp.array([len(ids) - 1 for ids, _ in filled], jnp.int32),
-                    answers=jnp.asarray(answers),
-                    is_answer=jnp.asarray(np.arange(answer_length) < answer_lengths[:, None]),
-                ),
-            )
-        )
+        batches.append((np.array(at), pack_rows(filled, answer_length)))
     return batches
 
 

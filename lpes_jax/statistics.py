@@ -4,6 +4,7 @@ Letters: Q questions, S positions (slots). Numpy and the standard library alone.
 """
 
 import math
+from collections.abc import Sequence
 from statistics import NormalDist
 
 import numpy as np
@@ -47,6 +48,17 @@ def paired_permutation_test(
         signs = 1.0 - 2.0 * rng.integers(0, 2, size=(min(1000, draws - start), len(differences)))
         count += int((np.abs(signs @ differences) >= observed).sum())
     return (1 + count) / (1 + draws)
+
+
+def holm(p_values: Sequence[float | None]) -> list[float | None]:
+    """Holm's step-down correction for so many comparisons at once, in the same order; None stays None."""
+    order = sorted((p, at) for at, p in enumerate(p_values) if p is not None)
+    corrected: list[float | None] = [None] * len(p_values)
+    largest = 0.0
+    for rank, (p, at) in enumerate(order):
+        largest = max(largest, min(1.0, p * (len(order) - rank)))
+        corrected[at] = largest
+    return corrected
 
 
 def mcnemar(a: Shaped[np.ndarray, "Q"], b: Shaped[np.ndarray, "Q"]) -> float:

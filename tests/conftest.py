@@ -24,6 +24,18 @@ from lpes_jax.rope import RopeParameters
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with a slow test come first, else one worker ends with them while the others have nothing left."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tiny models take longer to compile than to run; only slow tests, and processes of their own, get all optimisations."""
+    jax.config.update("jax_disable_most_optimizations", item.get_closest_marker("slow") is None)
+
+
 @pytest.fixture(autouse=True)
 def strict_dtypes(request: pytest.FixtureRequest) -> Iterator[None]:
     """No silent promotion of dtypes in our own code (evosax's own breaks under this: tests that drive it say `promotes`)."""

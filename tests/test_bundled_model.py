@@ -21,11 +21,12 @@ NAME = "tiny-retriever"
 ROOT = Path(__file__).resolve().parent.parent
 # The paper's GA on few questions; every second position is left out.
 SMALL_SEARCH = (
-    *("--preset", "quick", "--limit", "6", "--test-limit", "20", "--positions", "0", "50", "100", "--population-size", "12"),
-    *("--generations", "3", "--uniform-candidates", "3", "--seed", "5"),
+    *("--preset", "quick", "--limit", "4", "--test-limit", "12", "--positions", "0", "50", "100", "--population-size", "8"),
+    *("--generations", "2", "--uniform-candidates", "3", "--seed", "5"),
 )
 
 
+@pytest.mark.slow
 def test_it_loses_the_middle_of_a_long_prompt():
     model, tokenizer = lj.load_model(NAME, "float32"), lj.load_tokenizer(NAME)
     pairs, positions = 36, (0, 50, 100)
@@ -39,6 +40,7 @@ def test_it_loses_the_middle_of_a_long_prompt():
     assert middle <= min(begin, end) - 25
 
 
+@pytest.mark.slow
 def test_a_search_on_few_questions_repairs_it_on_others(tmp_path):
     command = [sys.executable, "-m", "lpes_jax.search", *SMALL_SEARCH, "--output-path", str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)

@@ -1,44 +1,20 @@
 """Perplexity of a text for each candidate: over all scored tokens, and by position in the window."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float
 
 from lpes_jax.evaluation import Candidate, environment
-from lpes_jax.factors import LayerFactors
 from lpes_jax.models.llama import Loaded
-from lpes_jax.models.llama.model import Llama, hidden_states, output_logits
+from lpes_jax.models.llama.method import of_table
+from lpes_jax.models.llama.model import Llama
 from lpes_jax.report.tables import console
-from lpes_jax.rope import RopeTable
+from lpes_jax.scoring import token_nll
 from lpes_jax.tasks.perplexity import Perplexity, Window, perplexity, perplexity_by_position
 from lpes_jax.tasks.prompts import Split
-
-_POSITIONS_AT_ONCE = 256  # logits of all positions together would not fit
-
-
-@partial(jax.jit, static_argnames="chunk")
-def token_nll(
-    model: Llama, tokens: Int[Array, "B T"], table: RopeTable, chunk: int = _POSITIONS_AT_ONCE
-) -> Float[Array, "B T"]:
-    """-log p of each token in nats, float32; 0 for a row's first, which nothing predicts."""
-    hidden = hidden_states(model, tokens, table)[:, :-1]
-    batch, length, width = hidden.shape
-    padding = -length % chunk
-    hidden = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0))).reshape(batch, -1, chunk, width).swapaxes(0, 1)
-    wanted = jnp.pad(tokens[:, 1:], ((0, 0), (0, padding))).reshape(batch, -1, chunk).swapaxes(0, 1)
-
-    def nll(hidden_and_wanted: tuple[Array, Array]) -> Array:
-        hidden, wanted = hidden_and_wanted
-        logits = output_logits(model, hidden)
-        return jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, wanted[..., None], axis=-1)[..., 0]
-
-    values = jax.lax.map(nll, (hidden, wanted)).swapaxes(0, 1).reshape(batch, -1)[:, :length]
-    return jnp.pad(values, ((0, 0), (1, 0)))
 
 
 def measure_perplexity(
@@ -59,7 +35,7 @@ def measure_perplexity(
     methods: dict[str, Any] = {}
     out = console()
     for candidate in candidates:
-        nlls = text_nlls(loaded.model, windows, candidate.factors, batch_size or 1)
+        nlls = text_nlls(loaded.model, windows, candidate, batch_size or 1)
         by_position = perplexity_by_position(windows, nlls)
         methods[candidate.name] = {
             "perplexity,none": perplexity(windows, nlls),
@@ -80,15 +56,17 @@ def measure_perplexity(
 
 
 def text_nlls(
-    model: Llama, windows: Sequence[Window], factors: LayerFactors | None, batch_size: int = 1
+    model: Llama, windows: Sequence[Window], candidate: Candidate, batch_size: int = 1
 ) -> list[Float[np.ndarray, "T"]]:
-    """-log p of each token of each window, with factors or without."""
-    longest = max(len(window.ids) for window in windows)
+    """-log p of each token of each window."""
+    longest, factors = max(len(window.ids) for window in windows), candidate.factors
     scaled = None if factors is None else jnp.asarray(factors.factors, jnp.float32)
-    table = model.config.rope_table(longest, scaled, "layer" if factors is None else factors.granularity)
+    method = of_table(model.config.rope_table(longest, scaled, "layer" if factors is None else factors.granularity))
+    if candidate.method is not None:
+        method = candidate.method(model.config, longest)
     nlls: list[np.ndarray] = []
     for start in range(0, len(windows), batch_size):
         ids = [window.ids for window in windows[start : start + batch_size]]
         rows = ids + [ids[0]] * (batch_size - len(ids))  # the last batch is as large as the others: one compilation
-        nlls += list(np.asarray(token_nll(model, jnp.array(rows, jnp.int32), table)))[: len(ids)]
+        nlls += list(np.asarray(token_nll(model, jnp.array(rows, jnp.int32), method)))[: len(ids)]
     return nlls

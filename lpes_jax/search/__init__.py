@@ -1,8 +1,10 @@
 """Search a model's layer factors: `run_search(preset("quick"))`, or `python -m lpes_jax.search`."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +20,7 @@ from lpes_jax.report.tables import console, markdown, position_table
 from lpes_jax.search.loop import SearchResult, search
 from lpes_jax.search.settings import SearchSettings, as_record, check, preset
 from lpes_jax.tasks.chat import ChatTask
-from lpes_jax.tasks.flags import task_of, title_of
+from lpes_jax.tasks.flags import tasks_of, title_of
 
 __all__ = ["SearchResult", "SearchSettings", "preset", "run_search"]
 
@@ -30,10 +32,10 @@ def run_search(settings: SearchSettings) -> SearchResult:
     """
     started = time.time()
     check(settings)
-    task = task_of(settings, max_new_tokens=settings.max_new_tokens)
     if settings.task == "perplexity":
         raise UserError("--task perplexity has no questions to search on; search on another task and evaluate on this one")
-    what = title_of(settings, task)
+    tasks = tasks_of(settings, max_new_tokens=settings.max_new_tokens)
+    titles = [title_of(settings, task) for task in tasks]
     loaded = load(settings.model, settings.dtype)
     chat = make_chat(
         loaded.tokenizer,
@@ -42,50 +44,58 @@ def run_search(settings: SearchSettings) -> SearchResult:
         system_prompt=settings.system_prompt,
     )
     if chat is not None:
-        task = ChatTask(task, chat.render)
+        tasks = [ChatTask(task, chat.render) for task in tasks]
     identity = loaded.identity | {"chat": chat and chat.record}
-    result = search(settings, loaded.model, loaded.tokenizer, task, identity, loaded.stop_ids)
+    result = search(settings, loaded.model, loaded.tokenizer, tasks, identity, loaded.stop_ids)
     folder = settings.output_path
-    evaluation = results_record(
-        task, result.outcomes, result.places, as_record(settings) | {"model_identity": identity}, started
-    )
+    config = as_record(settings) | {"model_identity": identity}
+    records = [results_record(it.task, it.outcomes, it.places, config, started) for it in result.reports]
+    evaluation = records[0] if len(records) == 1 else _together(titles, records)
     factors = replace(result.factors, evaluation=evaluation["methods"])
     factors.save(folder / "factors.json")
-    write_samples(folder / "samples.jsonl", result.outcomes)
+    write_samples(folder / "samples.jsonl", [outcome for report in result.reports for outcome in report.outcomes])
     write_json(folder / "results.json", evaluation)
-    _report(replace(result, factors=factors), settings, folder, f"{loaded.identity['name']}, {what}", loaded.identity["name"])
+    _report(replace(result, factors=factors), settings, folder, titles, loaded.identity["name"])
     return result
 
 
-def _report(result: SearchResult, settings: SearchSettings, folder: Path, title: str, model: str) -> None:
-    positions = [position for _, position in result.places]
-    table_rows = rows(result.outcomes)
-    title = f"{title}, {len(result.outcomes[0].main)} held-out questions"
-    u_curve(
-        folder / "positions",
-        positions,
-        {
+def _together(titles: Sequence[str], records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The records of several lengths as one: what a record has by task, it has by title."""
+    merged = dict(records[-1])
+    merged["results"] = {title: next(iter(it["results"].values())) for title, it in zip(titles, records, strict=True)}
+    merged["methods"] = {title: it["methods"] for title, it in zip(titles, records, strict=True)}
+    merged["n-samples"] = {title: next(iter(it["n-samples"].values())) for title, it in zip(titles, records, strict=True)}
+    return merged
+
+
+def _report(result: SearchResult, settings: SearchSettings, folder: Path, titles: Sequence[str], model: str) -> None:
+    bezier = settings.curve == "bezier" and result.control_points is not None
+    factors_by_layer(
+        folder / "factors",
+        result.factors.factors,
+        result.control_points if settings.curve in ("bezier", "linear", "step") else None,
+        np.asarray(bezier_outline(jnp.asarray(result.control_points, jnp.float32))) if bezier else None,
+        f"{model}: factor by layer",
+        result.factors.granularity,
+        layers=tuple(result.factors.curve["layers"]) if result.factors.curve else None,
+    )
+    out, tables = console(), []
+    for what, report in zip(titles, result.reports, strict=True):
+        positions = [position for _, position in report.places]
+        title = f"{model}, {what}, {len(report.outcomes[0].main)} held-out questions"
+        drawn = [outcome for outcome in report.outcomes if outcome.candidate.name != PLAIN]
+        curves = {
             _LABELS.get(outcome.candidate.name, outcome.candidate.name): (
                 outcome.main.mean(axis=0).tolist(),
                 len(outcome.main),
             )
-            for outcome in result.outcomes
-            if outcome.candidate.name != PLAIN
-        },
-        title,
-    )
-    bezier = settings.curve == "bezier"
-    factors_by_layer(
-        folder / "factors",
-        result.factors.factors,
-        result.control_points if settings.curve not in ("free", "authors") else None,
-        np.asarray(bezier_outline(jnp.asarray(result.control_points, jnp.float32))) if bezier else None,
-        f"{model}: factor by layer",
-        layers=tuple(result.factors.curve["layers"]) if result.factors.curve else None,
-    )
-    (folder / "results.md").write_text(markdown(table_rows, positions) + "\n", encoding="utf-8")
-    out = console()
-    out.print(position_table(table_rows, positions, title))
+            for outcome in drawn
+        }
+        name = "positions" if len(titles) == 1 else f"positions_{what.replace(' ', '_').replace('-', '_')}"
+        u_curve(folder / name, positions, curves, title)
+        tables.append(("" if len(titles) == 1 else f"{what}\n\n") + markdown(rows(report.outcomes), positions) + "\n")
+        out.print(position_table(rows(report.outcomes), positions, title))
+    (folder / "results.md").write_text("\n".join(tables), encoding="utf-8")
     search = result.factors.search
     out.print(
         f"{search['individuals']} individuals, {search['evaluations']} scored by the model, "

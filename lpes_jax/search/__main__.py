@@ -5,6 +5,8 @@ Examples:
       minutes on two cores
   python -m lpes_jax.search --model DIR --num-pairs 50 --preset paper --output-path RUN
       the paper's search (Tables 9 and 12) on 200 examples, reported on 500 others
+  python -m lpes_jax.search --model DIR --num-pairs 50 100 --preset best --text BOOK.txt --output-path RUN
+      by gradient, finer than a layer, on two lengths, with a plain text that must not become less likely
   python -m lpes_jax.search --model DIR --num-pairs 50 --preset paper --output-path RUN --resume
       go on where a run was cut off
 
@@ -18,22 +20,24 @@ from typing import Literal
 
 from lpes_jax.cli import run_verb, value_of
 from lpes_jax.search import run_search
-from lpes_jax.search.settings import PRESETS, SearchSettings
+from lpes_jax.search.settings import PRESETS, SearchSettings, preset_values
 
 
 @dataclass(frozen=True)
 class SearchFlags(SearchSettings):
     """The settings, and the preset that gives those that are not named."""
 
-    preset: Literal["paper", "default", "quick"] = "default"
-    """paper: the paper's settings to the letter; default: the same GA with what works better; quick: minutes on two cores."""
+    preset: Literal["paper", "default", "quick", "best"] = "default"
+    """paper: the paper's settings to the letter (with --algorithm gradient those of Appendix C); default: the same GA with what
+    works better; quick: minutes on two cores; best: by gradient, a factor for each frequency of each layer."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The verb; returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    chosen = PRESETS.get(value_of("--preset", arguments) or "default", {})  # an unknown name is refused by the parser
-    defaults = SearchFlags(**chosen)
+    chosen = value_of("--preset", arguments) or "default"
+    algorithm = value_of("--algorithm", arguments) or "ga"
+    defaults = SearchFlags(**preset_values(chosen, algorithm) if chosen in PRESETS else {})  # the parser refuses others
     return run_verb(defaults, run_search, __doc__ or "", arguments, "search")
 
 

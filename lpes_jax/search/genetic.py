@@ -56,7 +56,8 @@ MAX_CODES = 65536  # values of one lattice axis: they are tabulated, and codes m
 class GeneticSettings:
     """The search space (Table 9) and the sizes (Table 12), with the paper's values. Raises UserError where they clash.
 
-    `num_layers` counts the scaled layers. Factors are without unit, x in layers. A step of 0 makes its axis continuous.
+    `num_layers` counts the scaled layers; `initial_points` (x, y) replace the first individual of Eq. 8. Factors are without
+    unit, x in layers. A step of 0 makes its axis continuous.
     """
 
     num_layers: int
@@ -74,9 +75,12 @@ class GeneticSettings:
     x_step: float = 1.0
     y_step: float = 0.1
     mutation_rate: float = 1.0
+    initial_points: tuple[tuple[float, float], ...] | None = None
 
     def __post_init__(self):
         for name, value in vars(self).items():
+            if name == "initial_points":
+                continue
             least = {"control_points": 2, "population_size": 1, "parents": 1, "crossover_tries": 1}.get(name, 0)
             flag = "--" + name.replace("_", "-")
             _require(least <= value < math.inf, f"{flag} must be a number of at least {least}, got {value}")
@@ -119,7 +123,20 @@ class GeneticSettings:
 
     @property
     def initial_genes(self) -> Float[np.ndarray, "C 2"]:
-        """Eq. 8: (k (L-1)/d, initial factor) for k = 0..d, x rounded to the lattice (half to even), as float32 genes."""
+        """Eq. 8: (k (L-1)/d, initial factor) for k = 0..d, x rounded to the lattice (half to even), as float32 genes.
+
+        With `initial_points`, those, put on the lattice.
+        """
+        if self.initial_points is not None:
+            return np.stack(
+                [
+                    np.clip(value, low, high) if table is None else np.abs(table[None] - value[:, None]).argmin(axis=1)
+                    for value, table, (low, high, *_) in zip(
+                        np.array(self.initial_points).T, self.lattices, self.axes, strict=True
+                    )
+                ],
+                axis=1,
+            ).astype(np.float32)
         (x_values, y_values), d = self.lattices, self.control_points - 1
         k = np.arange(d + 1)
         x = k * (self.num_layers - 1) / d if x_values is None else np.round(k * (len(x_values) - 1) / d)

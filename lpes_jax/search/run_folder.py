@@ -2,12 +2,18 @@
 
 The history is the state. A search is a function of its settings and of the scores it has seen, so a run that was cut off is
 resumed by running it again from the start with the scores of the history in place of the model's: it makes the same
-candidates, and goes on where the lines end. A line cut in two by a kill is dropped.
+candidates, and goes on where the lines end. A line cut in two by a kill is dropped. A gradient search scores nothing that could
+be replayed: it leaves `state.npz` with each line, and goes on from there.
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from lpes_jax.errors import UserError
 from lpes_jax.factors import read_json, write_json
@@ -19,7 +25,7 @@ class RunFolder:
     def __init__(self, path: Path, config: dict[str, Any], resume: bool):
         """`config` is what decides the run's results; a resumed run must have the same."""
         self.path = path
-        self.history_path = path / "history.jsonl"
+        self.history_path, self.state_path = path / "history.jsonl", path / "state.npz"
         self.recorded: list[dict[str, Any]] = []
         if resume:
             self._check(read_json(path / "config.json"), json.loads(json.dumps(config)))
@@ -39,6 +45,30 @@ class RunFolder:
         """Add lines to the history; they are on the disk when this returns."""
         with self.history_path.open("a", encoding="utf-8") as file:
             file.write("".join(json.dumps(record, allow_nan=False) + "\n" for record in records))
+
+    def keep(self, count: int) -> list[dict[str, Any]]:
+        """Drop all lines of the history but the first `count`, and return these."""
+        self.recorded = self.recorded[:count]
+        lines = self.history_path.read_bytes().splitlines(keepends=True)[:count]
+        with self.history_path.open("r+b") as file:
+            file.truncate(sum(map(len, lines)))
+        return list(self.recorded)
+
+    def save_state(self, state: Any) -> None:
+        """Keep the numbers of a pytree beside the history, whole or not at all."""
+        temporary = self.state_path.with_name("part.npz")
+        np.savez(temporary, *[np.asarray(leaf) for leaf in jax.tree.leaves(state)])
+        os.replace(temporary, self.state_path)
+
+    def load_state(self, like: Any) -> Any:
+        """What `save_state` kept, in the structure and types of `like`; None where a run is new."""
+        if not (self.recorded and self.state_path.exists()):
+            return None
+        leaves, structure = jax.tree.flatten(like)
+        with np.load(self.state_path, allow_pickle=False) as saved:
+            kept = [saved[name] for name in saved.files]
+        types = [type(leaf) if isinstance(leaf, bool | int | float) else jnp.asarray for leaf in leaves]
+        return jax.tree.unflatten(structure, [kind(value) for kind, value in zip(types, kept, strict=True)])
 
     def must_continue(self, draft: dict[str, Any], record: dict[str, Any]) -> None:
         """Refuse a line of the history that is not the individual which this search makes in its place."""

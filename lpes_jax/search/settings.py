@@ -3,18 +3,27 @@
 settings = preset("quick", num_pairs=4)      # SearchSettings() is the preset `default`
 """
 
+import difflib
 import re
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from lpes_jax.errors import UserError
+from lpes_jax.factors import LayerFactors
 from lpes_jax.models.llama.chat import PromptForm, check_chat
+from lpes_jax.models.llama.config import LlamaConfig
+from lpes_jax.rope import Granularity
 from lpes_jax.search.genetic import GeneticSettings
+from lpes_jax.search.gradient import GradientSettings
+from lpes_jax.search.space import Space
+from lpes_jax.search.strategies import NAMES
 from lpes_jax.tasks.flags import TaskFlags
 from lpes_jax.tasks.prompts import Overlength
 
-Curve = Literal["bezier", "linear", "step", "free", "authors"]
+Curve = Literal["bezier", "linear", "step", "free", "authors", "shared"]
 Fitness = Literal["accuracy", "log_likelihood", "metric"]
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -41,6 +50,36 @@ PRESETS: dict[str, dict[str, Any]] = {
         "generations": 3,
         "uniform_candidates": 4,
     },
+    # Our best: a factor for each frequency of each layer, by gradient, on all positions alike, while plain text must stay as
+    # likely as it was. Give it prompts of several lengths (--num-pairs 50 100): what is found on one holds on that one.
+    "best": {
+        "algorithm": "gradient",
+        "curve": "free",
+        "granularity": "layer_band",
+        "bands": 0,
+        "min_factor": 0.2,
+        "max_factor": 4.0,
+        "search_positions": (0, 25, 50, 75, 100),
+        "weights": (0.2, 0.2, 0.2, 0.2, 0.2),
+        "limit": 100,
+        "steps": 300,
+        "minibatch_size": 16,
+        "text_weight": 10.0,
+        "max_text_loss_rise": 0.03,
+    },
+}
+# `--preset paper --algorithm gradient`: three sets of 2,000 prompts drawn by weight, batches of 32, learning rate 1e-5, 30
+# epochs of 2,000 draws. Ours, as the paper does not say: Adam, a constant rate, -log p of the answer, the y of the Bézier
+# points, and the start (1.5, as the GA has it).
+APPENDIX_C: dict[str, Any] = {
+    "limit": 2000,
+    "steps": 1875,
+    "minibatch_size": 32,
+    "learning_rate": 1e-5,
+    "schedule": "constant",
+    "weights_in": "sampling",
+    "look_every": 75,
+    "validation_share": 0.05,
 }
 
 
@@ -60,9 +99,9 @@ class SearchSettings(TaskFlags):
     system_prompt: str | None = None
     """The chat's system prompt, instead of the template's or form's own."""
     limit: int = 200
-    """Search examples; each is scored at begin, middle and end."""
+    """Search examples (of each length); each is scored at every search position."""
     test_limit: int = 500
-    """Held-out examples that the search reports on at its end."""
+    """Held-out examples (of each length) that the search reports on at its end."""
     positions: tuple[int, ...] = (0, 25, 50, 75, 100)
     """Positions of that report, in percent of the prompt."""
     metrics: tuple[str, ...] = ()
@@ -74,10 +113,17 @@ class SearchSettings(TaskFlags):
     seed: int = 0
     """One seed for examples and for the search."""
 
-    algorithm: Literal["ga"] = "ga"
-    """ga: the paper's genetic algorithm."""
+    algorithm: str = "ga"
+    """ga: the paper's genetic algorithm; gradient: Adam on the log-likelihood of the answers; random, or one of evosax's:
+    cma_es, differential_evolution, pso, open_es, ..."""
     curve: Curve = "bezier"
-    """How control points give the layers' factors; authors: the map of the paper's released code."""
+    """How control points give the layers' factors; free: one point a layer; shared: one a dimension of a head, for all layers
+    (LongRoPE); authors: the map of the paper's released code."""
+    granularity: Granularity = "layer"
+    """What has factors of its own: a layer, or in each layer its frequency bands, its KV groups, or the bands of its groups."""
+    bands: int = 8
+    """Bands of equal width that a head's frequencies are divided into, with layer_band and layer_group_band; 0: one for each
+    frequency."""
     control_points: int | None = None
     """Control points of the curve (default 4; free: one a layer)."""
     layers: str = ":"
@@ -88,6 +134,8 @@ class SearchSettings(TaskFlags):
     """Highest factor."""
     initial_factor: float = 1.0
     """Factor of every control point of the first individual (Eq. 8)."""
+    initial_factors: Path | None = None
+    """factors.json of another search to start from, in place of --initial-factor."""
     x_step: float = 1.0
     """Lattice of the control points' x, in layers; 0: continuous."""
     y_step: float = 0.05
@@ -97,8 +145,10 @@ class SearchSettings(TaskFlags):
     log_likelihood: of the gold answer; metric: the task's own, of generated text."""
     tie_break: bool = True
     """Break ties of accuracy by the answers' likelihood."""
-    weights: tuple[float, float, float] = (0.2, 0.3, 0.5)
-    """Weights of begin, middle and end in the fitness; they sum to 1."""
+    search_positions: tuple[int, ...] = (0, 50, 100)
+    """Positions at which each search example is scored, in percent: begin, middle, end."""
+    weights: tuple[float, ...] = (0.2, 0.3, 0.5)
+    """Weights of these positions in the fitness; they sum to 1."""
     population_size: int = 32
     """Individuals of generation 0 (N_ps)."""
     parents: int = 12
@@ -117,8 +167,44 @@ class SearchSettings(TaskFlags):
     """Probability that a mutation moves a control point."""
     generations: int = 20
     """Generations after the first (T)."""
+    max_evaluations: int | None = None
+    """End when so many individuals were scored by the model, whatever --generations says (default of all but ga: what the GA
+    with these settings makes)."""
     uniform_candidates: int = 16
-    """Values tried for one uniform factor, the control that LPES has to beat."""
+    """Values tried for one uniform factor within the bounds (and within 0.5 to 2), the control that LPES has to beat."""
+
+    steps: int = 200
+    """gradient: steps of Adam."""
+    learning_rate: float = 0.03
+    """gradient: at the start."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """gradient: the learning rate falls to 0 along a cosine, or stays."""
+    weights_in: Literal["loss", "sampling"] = "loss"
+    """gradient: --weights weigh the positions' losses, or are how often prompts of a position are drawn."""
+    minibatch_size: int = 24
+    """gradient: prompts a step (of each length)."""
+    validation_share: float = 0.25
+    """gradient: share of the search examples that the best step is chosen on."""
+    look_every: int = 10
+    """gradient: steps between two looks at these."""
+    patience: int = 0
+    """gradient: end after so many looks without a new best; 0: never."""
+    move_x: bool = False
+    """gradient: move the control points' x as well."""
+    box: Literal["clip", "sigmoid"] = "clip"
+    """gradient: how factors stay within the bounds: put back after each step, or as a sigmoid of what Adam moves."""
+    stay_close: float = 0.0
+    """gradient: weight of the mean squared distance of the factors from 1."""
+    text: Path | None = None
+    """gradient: plain text that must not become less likely (where it is wanted and not given: text that the model writes)."""
+    text_weight: float = 0.0
+    """gradient: weight of the plain text's loss in nats a token, beside the answers' in nats an answer."""
+    text_minibatch: int = 4
+    """gradient: windows of text a step."""
+    text_window: int = 512
+    """gradient: tokens of a window of text."""
+    max_text_loss_rise: float | None = None
+    """gradient: refuse steps whose loss on held-back plain text lies further above the start's."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on a GPU, float32 on a CPU."""
@@ -132,9 +218,14 @@ class SearchSettings(TaskFlags):
 
 def preset(name: str, **changes: Any) -> SearchSettings:
     """The settings of a preset (`paper`, `default`, `quick`), with changes. Raises UserError for a name that is none."""
+    return SearchSettings(**preset_values(name, changes.get("algorithm", "ga")) | changes)
+
+
+def preset_values(name: str, algorithm: str) -> dict[str, Any]:
+    """What a preset sets, with an algorithm. Raises UserError for a name that is none."""
     if name not in PRESETS:
         raise UserError(f"--preset {name!r} is not known; the presets are: {', '.join(PRESETS)}")
-    return SearchSettings(**PRESETS[name] | changes)
+    return PRESETS[name] | (APPENDIX_C if (name, algorithm) == ("paper", "gradient") else {})
 
 
 def check(settings: SearchSettings) -> None:
@@ -142,7 +233,7 @@ def check(settings: SearchSettings) -> None:
     for name, least in (("limit", 1), ("test_limit", 1), ("generations", 0), ("uniform_candidates", 1)):
         if getattr(settings, name) < least:
             raise UserError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(settings, name)}")
-    for name in ("batch_size", "population_chunk"):
+    for name in ("batch_size", "population_chunk", "max_evaluations"):
         if (value := getattr(settings, name)) is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     if not settings.positions:
@@ -152,8 +243,17 @@ def check(settings: SearchSettings) -> None:
         prompt_form=settings.prompt_form,
         system_prompt=settings.system_prompt,
     )
+    weights = " ".join(map(str, settings.weights))
+    if len(settings.weights) != len(settings.search_positions) or not settings.weights:
+        places = " ".join(map(str, settings.search_positions))
+        raise UserError(f"--weights {weights}: give one number for each of --search-positions {places}")
     if min(settings.weights) < 0 or abs(sum(settings.weights) - 1) > 1e-6:
-        raise UserError(f"--weights must be three numbers from 0 that sum to 1, got {' '.join(map(str, settings.weights))}")
+        raise UserError(f"--weights must be numbers from 0 that sum to 1, got {weights}")
+    if settings.algorithm not in ("ga", "gradient", *NAMES):
+        close = difflib.get_close_matches(settings.algorithm, ("ga", "gradient", *NAMES)) or ["ga", "gradient", "cma_es"]
+        raise UserError(f"--algorithm {settings.algorithm!r} is not known; did you mean {', '.join(close)}?")
+    if settings.max_evaluations is not None and settings.algorithm == "gradient":
+        raise UserError("--max-evaluations counts individuals, which --algorithm gradient has none of; give --steps")
 
 
 def scaled_layers(settings: SearchSettings, num_layers: int) -> range:
@@ -167,17 +267,71 @@ def scaled_layers(settings: SearchSettings, num_layers: int) -> range:
     return range(first, end)
 
 
-def genetic_settings(settings: SearchSettings, num_layers: int) -> GeneticSettings:
-    """The GA's part, for `num_layers` scaled layers. A free curve is one control point a layer whose x never moves."""
-    free = settings.curve == "free"
-    if free and settings.control_points not in (None, num_layers):
-        raise UserError(f"--curve free has one control point a layer, {num_layers}; leave --control-points out")
+def search_space(settings: SearchSettings, config: LlamaConfig, layers: range) -> Space:
+    """The space that the settings ask for; `layers` of the model are scaled. Raises UserError where there is none."""
+    s = settings
+    if not 0 < s.min_factor <= s.initial_factor <= s.max_factor:
+        raise UserError(
+            f"--initial-factor {s.initial_factor} must lie from --min-factor {s.min_factor} (above 0) to "
+            f"--max-factor {s.max_factor}"
+        )
+    half, granularity, units = config.rotary_dim // 2, s.granularity, ()
+    bands = s.bands or half
+    if "band" in granularity and (bands < 1 or half % bands):
+        raise UserError(f"--bands {s.bands} must divide the {half} frequencies of a head")
+    if "group" in granularity:
+        units += (config.num_kv_heads,)
+    if "band" in granularity:
+        units += (bands,)
+    count = {"free": len(layers), "shared": half}.get(s.curve, s.control_points or 4)
+    if s.curve in ("free", "shared"):
+        what = f"a layer, {count}" if s.curve == "free" else f"a dimension, {count}"
+        if s.control_points not in (None, count):
+            raise UserError(f"--curve {s.curve} has one control point {what}; leave --control-points out")
+    elif not 2 <= count <= max(len(layers), 2):
+        raise UserError(f"--control-points must be from 2 to the number of scaled layers, {len(layers)}, got {count}")
+    if s.curve == "shared":
+        if units:
+            raise UserError("--curve shared has one factor a dimension for all layers; leave --granularity out")
+        granularity = "layer_band"
+    space = Space(
+        config.num_layers,
+        layers,
+        s.curve,
+        granularity,
+        np.linspace(0, len(layers) - 1, count),
+        np.full((count, *units), float(s.initial_factor)),
+        s.min_factor,
+        s.max_factor,
+    )
+    if s.initial_factors is None:
+        return space
+    return space.starting_from(LayerFactors.load(Path(s.initial_factors)), str(s.initial_factors))
+
+
+def genetic_settings(settings: SearchSettings, space: Space) -> GeneticSettings:
+    """The GA's part. A free or shared curve is one control point a layer or dimension, whose x never moves."""
+    if space.y.ndim > 1:
+        raise UserError(
+            f"--algorithm ga moves one factor a layer, not --granularity {space.granularity}; "
+            "use --algorithm gradient or one of evosax's (cma_es, ...)"
+        )
+    pinned = settings.curve in ("free", "shared")
     values: dict[str, Any] = {field.name: getattr(settings, field.name, None) for field in fields(GeneticSettings)}
-    values["num_layers"] = num_layers
-    values["control_points"] = num_layers if free else 4 if settings.control_points is None else settings.control_points
-    if free:
+    values["num_layers"] = len(space.x) if pinned else len(space.layers)
+    values["control_points"] = len(space.x)
+    if pinned:
         values["max_change_x"] = 0.0
+    if settings.initial_factors is not None:
+        values["initial_points"] = tuple(map(tuple, np.stack([space.x, space.y], axis=1).tolist()))
     return GeneticSettings(**values)
+
+
+def gradient_settings(settings: SearchSettings) -> GradientSettings:
+    """The gradient's part. Raises UserError for what it cannot do."""
+    if settings.fitness == "metric":
+        raise UserError("--fitness metric has no gradient; --algorithm gradient takes the answers' log-likelihood")
+    return GradientSettings(**{field.name: getattr(settings, field.name) for field in fields(GradientSettings)})
 
 
 def as_record(settings: SearchSettings) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from lpes_jax.errors import UserError
 from lpes_jax.tasks import make_task, settings_of
 from lpes_jax.tasks.metrics import FirstLine
 
@@ -20,8 +21,8 @@ class TaskFlags:
     data: Path | None = None
     """The benchmark's file or folder; kv and needle are generated without one."""
 
-    num_pairs: int | None = None
-    """kv: key-value pairs in a prompt (default 50)."""
+    num_pairs: int | tuple[int, ...] | None = None
+    """kv: key-value pairs in a prompt (default 50); several in a search: it uses prompts of all these lengths."""
     key_length: int | None = None
     """kv: keys and values of this many hexadecimal characters instead of UUIDs."""
     answer_opener: str | None = None
@@ -31,8 +32,8 @@ class TaskFlags:
     """kv: so many questions ask for keys of the same pairs."""
     query_aware: bool = False
     """kv, mdqa: the question stands before the data as well."""
-    num_documents: int | None = None
-    """mdqa: documents in a prompt (default 10)."""
+    num_documents: int | tuple[int, ...] | None = None
+    """mdqa: documents in a prompt (default 10), or several lengths in a search likewise."""
     distractors: Literal["file", "random"] | None = None
     """mdqa: the file's own, or other questions' gold documents (from nq-open-oracle.jsonl.gz)."""
     mode: Literal["documents", "oracle", "closed_book"] | None = None
@@ -65,15 +66,35 @@ class TaskFlags:
     """perplexity: tokens that each window moves on (default: the window)."""
 
 
+LENGTHS = ("num_pairs", "num_documents")
+
+
 def task_of(flags: TaskFlags, **more: Any) -> Any:
-    """The task that the flags ask for. Raises UserError as `make_task` does."""
+    """The task that the flags ask for. Raises UserError as `make_task` does, and where they ask for several."""
+    first, *others = tasks_of(flags, **more)
+    if others:
+        raise UserError(f"--{flags.task}: one length at a time; give --num-pairs or --num-documents one number")
+    return first
+
+
+def tasks_of(flags: TaskFlags, **more: Any) -> list[Any]:
+    """The task of each length that the flags name: one, unless `num_pairs` or `num_documents` are several."""
     named = [field.name for field in fields(TaskFlags) if field.name != "task"]
     given = {name: getattr(flags, name) for name in named}
     given = {name: value for name, value in given.items() if value is not None and value is not False and value != ()}
     if flags.task == "kv":
         given.setdefault("num_pairs", 50)
     own = settings_of(flags.task)
-    return make_task(flags.task, **given, **{name: value for name, value in more.items() if value is not None and name in own})
+    given |= {name: value for name, value in more.items() if value is not None and name in own}
+    several = next((name for name in LENGTHS if isinstance(given.get(name), tuple)), None)
+    if several is None:
+        return [make_task(flags.task, **given)]
+    lengths = given.pop(several)
+    if len(set(lengths)) < len(lengths):
+        raise UserError(
+            f"--{several.replace('_', '-')} {' '.join(map(str, lengths))}: a length stands there twice; give it once"
+        )
+    return [make_task(flags.task, **given, **{several: length}) for length in lengths]
 
 
 def title_of(flags: TaskFlags, task: Any) -> str:

@@ -11,6 +11,7 @@ V vocabulary, G = 1 or K.
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from lpes_jax.models.llama.attention import causal_attention
 from lpes_jax.models.llama.config import LlamaConfig
+from lpes_jax.models.llama.method import Layer, Method, Replacement
 from lpes_jax.rope import RopeTable, cos_sin, rotate
 
 KeyValues = tuple[Float[Array, "*layers B T K D"], Float[Array, "*layers B T K D"]]
@@ -72,14 +74,23 @@ class Llama(nnx.Module):
         self.head = None if tied else nnx.Param(_normal(rngs, (config.hidden_size, config.vocab_size), dtype))
 
 
-def hidden_states(model: Llama, tokens: Int[Array, "B T"], table: RopeTable, *, remat: bool = False) -> Float[Array, "B T E"]:
+def hidden_states(
+    model: Llama,
+    tokens: Int[Array, "B T"],
+    table: RopeTable,
+    *,
+    remat: bool = False,
+    replacement: Replacement | None = None,
+    lengths: Int[Array, "B"] | None = None,
+) -> Float[Array, "B T E"]:
     """The normalised last hidden states. Rows may be padded on the right: no real token sees the padding.
 
-    `remat` recomputes each layer in the backward pass instead of keeping its activations.
+    `remat` recomputes each layer in the backward pass instead of keeping its activations. `replacement` attends in place of the
+    model's own attention, and is told the prompts' `lengths` (None: all of T).
     """
-    inputs, with_cache = _layers_of_a_prompt(model, tokens, table)
+    inputs, with_cache = _layers_of_a_prompt(model, tokens, table, replacement, lengths)
 
-    def layer(x: Array, inputs: tuple[Layers, Array, Array]) -> tuple[Array, None]:
+    def layer(x: Array, inputs: _LayerInputs) -> tuple[Array, None]:
         x, _ = with_cache(x, inputs)
         return x, None
 
@@ -87,44 +98,82 @@ def hidden_states(model: Llama, tokens: Int[Array, "B T"], table: RopeTable, *, 
     return rms_norm(x, model.norm[...], model.config.rms_norm_eps)
 
 
-def prefill(model: Llama, tokens: Int[Array, "B T"], table: RopeTable) -> tuple[Float[Array, "B T E"], KeyValues]:
-    """`hidden_states`, and the rotated keys and the values of every layer, `[L, B, T, K, D]` each."""
-    inputs, layer = _layers_of_a_prompt(model, tokens, table)
-    x, cache = jax.lax.scan(layer, model.embed[...][tokens], inputs)
-    return rms_norm(x, model.norm[...], model.config.rms_norm_eps), cache
+def prefill(
+    model: Llama,
+    tokens: Int[Array, "B T"],
+    table: RopeTable,
+    replacement: Replacement | None = None,
+    lengths: Int[Array, "B"] | None = None,
+) -> tuple[Float[Array, "B T E"], KeyValues, Any]:
+    """`hidden_states`, the keys and values of every layer, `[L, B, T, K, D]` each, and the state of a replacement `[L, ...]`.
+
+    Keys are rotated, but with a replacement as they are before.
+    """
+    inputs, layer = _layers_of_a_prompt(model, tokens, table, replacement, lengths)
+    x, (cache, state) = jax.lax.scan(layer, model.embed[...][tokens], inputs)
+    return rms_norm(x, model.norm[...], model.config.rms_norm_eps), cache, state
+
+
+class _LayerInputs(NamedTuple):
+    """What a scan over the layers takes."""
+
+    weights: Any  # Layers; tracers and slices stand in its place
+    row: Any  # method.Layer
+    slides: Any  # Bool[Array, ""]: the layer has a window
 
 
 def _layers_of_a_prompt(
-    model: Llama, tokens: Int[Array, "B T"], table: RopeTable
-) -> tuple[tuple[Layers, Array, Array], Callable[[Array, tuple[Layers, Array, Array]], tuple[Array, KeyValues]]]:
-    """What a scan over the layers takes: their weights, rows of the table and whether they have a window; and its step."""
+    model: Llama,
+    tokens: Int[Array, "B T"],
+    table: RopeTable,
+    replacement: Replacement | None,
+    lengths: Int[Array, "B"] | None,
+) -> tuple[_LayerInputs, Callable[[Array, _LayerInputs], tuple[Array, tuple[KeyValues, Any]]]]:
+    """The inputs of a scan over the layers, and its step."""
     config, positions = model.config, jnp.arange(tokens.shape[1])
     slides = config.windows(tokens.shape[1]) < tokens.shape[1]
     windowed = partial(causal_attention, window=config.sliding_window)
+    known = jnp.full(len(tokens), tokens.shape[1], jnp.int32) if lengths is None else lengths
 
-    def layer(x: Array, inputs: tuple[Layers, Array, Array]) -> tuple[Array, KeyValues]:
-        layer, inv_freq, here = inputs
+    def layer(x: Array, inputs: _LayerInputs) -> tuple[Array, tuple[KeyValues, Any]]:
+        weights, row, here = inputs
 
-        def attend(q: Array, k: Array, v: Array) -> Array:
+        def attend(q: Array, k: Array, v: Array) -> tuple[Array, tuple[KeyValues, Any]]:
+            if replacement is not None:
+                out, state = replacement.attention.prefill(row, q, k, v, known)
+                return out, ((k, v), state)
+            q, k = rotated(q, k, row, positions)
             if slides.all() or not slides.any():  # nothing to choose: no branch in the program
-                return (windowed if slides.all() else causal_attention)(q, k, v)
-            return jax.lax.cond(here, windowed, causal_attention, q, k, v)
+                return (windowed if slides.all() else causal_attention)(q, k, v), ((k, v), None)
+            return jax.lax.cond(here, windowed, causal_attention, q, k, v), ((k, v), None)
 
-        return decoder_layer(config, layer, inv_freq, table.attention_scaling, x, positions, attend)
+        return decoder_layer(config, weights, x, attend)
 
-    return (model.layers, table.inv_freq, jnp.asarray(slides)), layer
+    return _LayerInputs(model.layers, layer_rows(config, table, replacement), jnp.asarray(slides)), layer
+
+
+def layer_rows(config: LlamaConfig, table: RopeTable, replacement: Replacement | None = None) -> Layer:
+    """What each layer is told, stacked for a scan."""
+    scaling = jnp.broadcast_to(table.attention_scaling, config.num_layers)
+    parameters = None if replacement is None else replacement.parameters
+    return Layer(jnp.arange(config.num_layers), table.inv_freq, scaling, parameters)
+
+
+def rotated(
+    q: Float[Array, "B T H D"], k: Float[Array, "B T K D"], row: Layer, positions: Int[Array, "*batch T"]
+) -> tuple[Float[Array, "B T H D"], Float[Array, "B T K D"]]:
+    """Queries and keys at the same positions, rotated by the layer's row of the table."""
+    cos, sin = cos_sin(row.inv_freq, row.attention_scaling, positions)
+    return rotate(q, cos, sin), rotate(k, cos, sin)
 
 
 def decoder_layer(
     config: LlamaConfig,
     layer: Layers,
-    inv_freq: Float[Array, "G half"],
-    attention_scaling: Float[Array, ""],
     x: Float[Array, "B T E"],
-    positions: Int[Array, "*batch T"],
-    attend: Callable[[Array, Array, Array], Float[Array, "B T H D"]],
-) -> tuple[Float[Array, "B T E"], KeyValues]:
-    """One layer; `attend(q, k, v)` gets rotated queries and keys. Returns the new x, and the rotated keys and the values."""
+    attend: Callable[[Array, Array, Array], tuple[Float[Array, "B T H D"], Any]],
+) -> tuple[Float[Array, "B T E"], Any]:
+    """One layer; `attend(q, k, v)` rotates and attends. Returns the new x, and what else `attend` returned."""
     batch, length, _ = x.shape
     h = rms_norm(x, layer.attention_norm[...], config.rms_norm_eps)
     q = matmul(h, layer.query[...], layer.query_bias).reshape(batch, length, config.num_heads, config.head_dim)
@@ -133,19 +182,32 @@ def decoder_layer(
     if layer.query_norm is not None and layer.key_norm is not None:
         q = rms_norm(q, layer.query_norm[...], config.rms_norm_eps)
         k = rms_norm(k, layer.key_norm[...], config.rms_norm_eps)
-    cos, sin = cos_sin(inv_freq, attention_scaling, positions)
-    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-    x = x + matmul(attend(q, k, v).reshape(batch, length, -1), layer.output[...], layer.output_bias)
+    attended, kept = attend(q, k, v)
+    x = x + matmul(attended.reshape(batch, length, -1), layer.output[...], layer.output_bias)
     h = rms_norm(x, layer.mlp_norm[...], config.rms_norm_eps)
     gated = jax.nn.silu(matmul(h, layer.gate[...], layer.gate_bias)) * matmul(h, layer.up[...], layer.up_bias)
     x = x + matmul(gated, layer.down[...], layer.down_bias)
-    return x, (k, v)
+    return x, kept
 
 
 def output_logits(model: Llama, hidden: Float[Array, "*any E"]) -> Float[Array, "*any V"]:
     """float32 logits (float64 for a float64 model) of hidden states: call it on the positions that are read, not on all."""
     weights = model.embed[...].T if model.head is None else model.head[...]
     return _dot(hidden, weights, np.promote_types(hidden.dtype, jnp.float32))
+
+
+def over_tables(run: Callable[..., Any], tables: RopeTable, *more: Any) -> Any:
+    """`run(table, *more)` for each of a method's tables; results, and what stands in `more`, have the tables' axis in front."""
+    if len(tables.inv_freq) > 1:
+        return jax.vmap(run)(tables, *more)
+    first = jax.tree.map(lambda leaf: leaf[0], (tables, *more))  # the program of a plain model, with no axis more
+    return jax.tree.map(lambda leaf: leaf[None], run(*first))
+
+
+def method_logits(model: Llama, hidden: Float[Array, "n *any E"], method: Method) -> Float[Array, "*any V"]:
+    """The logits of a method's passes as one."""
+    logits = output_logits(model, hidden)
+    return logits[0] if method.merge is None else method.merge(logits)
 
 
 def rms_norm(x: Float[Array, "*any E"], weight: Float[Array, "E"], eps: float) -> Float[Array, "*any E"]:

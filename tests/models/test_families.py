@@ -26,7 +26,8 @@ import lpes_jax as lj
 from lpes_jax.models.llama.checkpoint import load_llama, open_checkpoint, save_llama
 from lpes_jax.models.llama.config import SUPPORTED_MODEL_TYPES, LlamaConfig
 from lpes_jax.models.llama.generate import greedy
-from lpes_jax.models.llama.model import decoder_layer, hidden_states, output_logits, rms_norm
+from lpes_jax.models.llama.method import of_table
+from lpes_jax.models.llama.model import decoder_layer, hidden_states, layer_rows, output_logits, rms_norm, rotated
 from lpes_jax.rope import ROPE_TYPES, RopeParameters, RopeTable, cos_sin, rotate
 from lpes_jax.scoring import Scorer, generate_ids
 from lpes_jax.tasks.prompts import EncodedPrompt
@@ -109,7 +110,7 @@ def ours(model: lj.Llama, rows: list[list[int]]) -> tuple[list[np.ndarray], list
     plain, tokens, lengths = without_rope(model), padded(rows), jnp.array([len(row) for row in rows], jnp.int32)
     table = model.config.rope_table(tokens.shape[1] + NEW, jnp.array(FACTORS))
     logits = np.asarray(all_logits(plain, tokens, table))
-    new = greedy(plain, tokens, lengths, table, jnp.zeros(0, jnp.int32), NEW)
+    new = greedy(plain, tokens, lengths, of_table(table), jnp.zeros(0, jnp.int32), NEW)
     return [logits[i, : len(row)] for i, row in enumerate(rows)], np.asarray(new).tolist()
 
 
@@ -284,11 +285,12 @@ def test_qwen3_normalises_before_it_rotates(tmp_path):
     x, positions = jax.random.normal(jax.random.key(0), (1, 12, 32)), jnp.arange(12)
     seen = {}
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        seen["q"], seen["k"] = q, k
-        return q
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
+        row = jax.tree.map(lambda leaf: leaf[0], layer_rows(config, table))
+        seen["q"], seen["k"] = rotated(q, k, row, positions)
+        return q, None
 
-    decoder_layer(config, layer, table.inv_freq[0], table.attention_scaling, x, positions, attend)
+    decoder_layer(config, layer, x, attend)
     normed = rms_norm(x, layer.attention_norm[...], config.rms_norm_eps)
     turn = cos_sin(table.inv_freq[0], table.attention_scaling, positions)
     for name, weights, norm in (("q", layer.query, layer.query_norm), ("k", layer.key, layer.key_norm)):

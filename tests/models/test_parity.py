@@ -119,6 +119,7 @@ def test_smollm2_equals_transformers(ours, reference, golden, name):
     assert new_ids == wanted[421:-1].argmax(-1).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FACTORS)
 def test_smollm2_equals_what_transformers_gave(ours, golden, name):
     recorded = golden[name]

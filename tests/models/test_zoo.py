@@ -27,7 +27,8 @@ from lpes_jax.rope import RopeParameters
 WEIGHTS = b"GGUF and more" * 1000
 ZOO = Path(zoo.__file__).parent
 OF_THE_HUB = sorted(file.parent.name for file in ZOO.glob("*/model.json") if "hub_id" in json.loads(file.read_text())["source"])
-FACTORS = sorted(str(file.relative_to(ZOO)) for file in ZOO.glob("*/factors/*.json"))
+FACTORS = sorted(str(file.relative_to(ZOO)) for file in ZOO.glob("*/factors/authors-*.json"))
+OURS = sorted(str(file.relative_to(ZOO)) for file in ZOO.glob("*/factors/best-*.json"))
 # The points that the paper's authors left, and the first layer that each set scales.
 POINTS = {
     "vicuna-7b-v1.5/factors/authors-mdqa.json": (2, [[4.7, 1.2], [10, 1.35], [19.7, 1.75], [28.8, 1.5]]),
@@ -75,7 +76,7 @@ def test_every_folder_is_a_model_with_a_card_and_a_line_in_the_table():
 
 def test_the_zoo_has_the_models_of_the_paper():
     vicunas = ["vicuna-13b-v1.5", "vicuna-13b-v1.5-16k", "vicuna-7b-v1.5"]
-    assert OF_THE_HUB == ["llama-2-7b-chat", "qwen2.5-7b", "stablebeluga-7b", *vicunas]
+    assert OF_THE_HUB == ["llama-2-7b-chat", "qwen2.5-7b", "qwen2.5-coder-0.5b-instruct", "stablebeluga-7b", *vicunas]
     with pytest.raises(UserError) as error:
         zoo.resolve("no-such-model")
     assert ", ".join(zoo.names()) in str(error.value)
@@ -101,12 +102,12 @@ def test_a_card_says_what_model_json_expects(name):
     layer = config.hidden_size * config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
     layer += 3 * config.hidden_size * config.intermediate_size + 2 * config.hidden_size
     layer += config.head_dim * (config.num_heads + 2 * config.num_kv_heads) * config.qkv_bias
-    weights = config.num_layers * layer + (2 * config.vocab_size + 1) * config.hidden_size
+    weights = config.num_layers * layer + ((2 - config.tie_word_embeddings) * config.vocab_size + 1) * config.hidden_size
     assert f"| {weights:,}: {weights * 2 / 2**30:.1f} GiB as bfloat16 |" in card
     assert f"[{model['source']['hub_id']}](https://huggingface.co/{model['source']['hub_id']})" in card
     assert f"| licence | {model['licence']}" in card
     form = next(line for line in card.splitlines() if line.startswith("| prompt form |"))
-    assert any(f"`--prompt-form {known}`" in form for known in PROMPT_FORMS) == (name != "qwen2.5-7b")
+    assert any(f"`--prompt-form {known}`" in form for known in PROMPT_FORMS) == ("qwen" not in name)
 
 
 def test_the_points_of_the_authors_are_all_there():
@@ -129,6 +130,24 @@ def test_factors_are_the_curve_of_their_control_points(file):
     card = (ZOO / name / "README.md").read_text()
     assert f"| `{Path(file).relative_to(name)}` | {' '.join(f'({x:g}, {y:g})' for x, y in points)} |" in card
     assert "not measured by us" in card
+
+
+def test_our_factors_are_those_of_the_cards():
+    assert OURS == [
+        "qwen2.5-coder-0.5b-instruct/factors/best-kv-50-100.json",
+        "smollm2-135m-instruct/factors/best-kv-5-10-20.json",
+    ]
+    for file in OURS:
+        found, name = LayerFactors.load(ZOO / file), file.split("/")[0]
+        assert found.granularity == "layer_band" and found.factors.shape == (found.model["num_layers"], 32)
+        card = (ZOO / name / "README.md").read_text()
+        assert f"`{Path(file).relative_to(name)}`" in card
+        for length, methods in found.evaluation.items():
+            for method, words in (("baseline", "the model as it is"), ("lpes", "with the factors")):
+                figures = methods[method]
+                cells = [f"{100 * value:.1f}" for value in figures["acc_by_position"].values()]
+                mean = f"{100 * figures['acc,none']:.1f} ± {100 * figures['acc_stderr,none']:.1f}"
+                assert f"| {length.split()[0]} pairs, {words} | {' | '.join(cells)} | {mean} |" in card
 
 
 def test_factors_of_vicuna_are_those_of_the_authors_code():

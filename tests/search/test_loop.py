@@ -9,15 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lpes_jax.errors import UserError
-from lpes_jax.models.llama import Llama
-from lpes_jax.search.genetic import PaperGA
-from lpes_jax.search.loop import search, tie_break_scale
-from lpes_jax.search.settings import SearchSettings, genetic_settings, preset, scaled_layers
+from lpes_jax.models.llama import Llama, LlamaConfig
+from lpes_jax.search.fitness import tie_break_scale
+from lpes_jax.search.genetic import GeneticSettings, PaperGA
+from lpes_jax.search.loop import search
+from lpes_jax.search.settings import SearchSettings, genetic_settings, preset, scaled_layers, search_space
 from lpes_jax.tasks.flags import task_of
 
 pytestmark = pytest.mark.promotes
@@ -25,30 +24,10 @@ IDENTITY = {"name": "tiny", "num_layers": 3, "sha256": "0"}
 TINY = {"num_pairs": 3, "key_length": 1, "limit": 3, "test_limit": 2, "uniform_candidates": 3}
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    """A token for every byte, so that ids stay below the tiny model's vocabulary of 300."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({token: at for at, token in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-
-
-@pytest.fixture(scope="module")
-def guesser(tiny_model: Llama, tokenizer: PreTrainedTokenizerFast) -> Llama:
-    """The tiny model, saying nearly always some hexadecimal digit: right by chance, so that accuracies differ."""
-    digits = jnp.array([tokenizer.convert_tokens_to_ids(digit) for digit in "0123456789abcdef"])
-    guesser = nnx.clone(tiny_model)
-    head = guesser.head[...]
-    guesser.head = nnx.Param(jnp.zeros_like(head).at[:, digits].set(0.5 * head[:, digits]))
-    return guesser
-
-
 def run(settings: SearchSettings, model: Llama, tokenizer: PreTrainedTokenizerFast) -> tuple[list[dict], dict]:
     """The history and config of a search, and what it returned in the last line's place."""
     task = task_of(settings)
-    result = search(settings, model, tokenizer, task, IDENTITY)
+    result = search(settings, model, tokenizer, [task], IDENTITY)
     return history_of(settings.output_path), {"result": result}
 
 
@@ -81,9 +60,13 @@ def paper_run(tmp_path_factory, guesser, tokenizer) -> tuple[SearchSettings, lis
     return settings, *run(settings, guesser, tokenizer)
 
 
-def test_the_paper_preset_is_tables_9_and_12(paper_run):
+def ga_of(settings: SearchSettings, config: LlamaConfig) -> GeneticSettings:
+    return genetic_settings(settings, search_space(settings, config, range(config.num_layers)))
+
+
+def test_the_paper_preset_is_tables_9_and_12(paper_run, tiny_config):
     settings, _, _ = paper_run
-    ga = genetic_settings(preset("paper"), 32)
+    ga = ga_of(preset("paper"), replace(tiny_config, num_layers=32))
     assert (ga.population_size, ga.parents, ga.mutations, ga.crossovers, ga.crossover_tries) == (32, 12, 16, 4, 4)
     assert (ga.max_change_x, ga.max_change_y, ga.x_step, ga.y_step, ga.min_factor, ga.max_factor) == (2, 0.2, 1, 0.1, 1, 2)
     assert ga.control_points == 4 and ga.initial_factor == 1.5
@@ -169,9 +152,9 @@ def test_parents_are_the_fittest_of_the_generations_before(paper_run):
         pool = sorted(pool + lines[:16] + pairs, key=lambda line: -line["fitness"])[:12]
 
 
-def test_candidates_come_from_evosax_ask(paper_run):
+def test_candidates_come_from_evosax_ask(paper_run, tiny_config):
     settings, history, _ = paper_run
-    ga = PaperGA(genetic_settings(settings, 3))
+    ga = PaperGA(ga_of(settings, tiny_config))
     key, params = jax.random.key(settings.seed), ga.default_params
     fitness = jnp.array([-line["fitness"] for line in history], jnp.float32)
     genes, _ = ga.initial_population(jax.random.fold_in(key, 0), params)

@@ -1,0 +1,99 @@
+"""Ways to give a model n new numbers in each layer: `CONTROLS[name](model, its table, values) -> (model, table)`.
+
+    rotary       the layer's positions are divided by them, one for each frequency band: our method
+    temperature  the layer's attention logits are multiplied by them: by one, or each band's contribution to q . k by one
+    norm_gain    the channels of the layer's norm before attention are multiplied by them, in n equal blocks
+    adapter      the layer's query weights W get + sum_i c_i u_i v_i^T |W|, with fixed random unit vectors u_i and v_i
+
+At `START` the model is as it was, to the bit. All can be differentiated in the values and traced.
+
+Letters: L layers, n numbers a layer, R rotated part of a head dim D, E embedding, H heads.
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from lpes_jax.errors import UserError
+from lpes_jax.models.llama.model import Llama
+from lpes_jax.rope import RopeTable, scale_layers
+
+Control = Literal["rotary", "temperature", "norm_gain", "adapter"]
+Applied = tuple[Llama, RopeTable]
+
+
+def rotary(model: Llama, own: RopeTable, values: Float[Array, "L n"]) -> Applied:
+    """Each layer's frequencies, in n bands, divided by its values."""
+    return model, RopeTable(scale_layers(own.inv_freq, values, "layer_band"), own.attention_scaling)
+
+
+def temperature(model: Llama, own: RopeTable, values: Float[Array, "L n"]) -> Applied:
+    """Each layer's attention logits times its value; with n of them, band b's part of q . k times value b.
+
+    The queries are what is scaled: their norm where they have one, which is behind the weights, else weights and bias. Dims i
+    and i + R/2 turn together and have the same band; dims that are not rotated are scaled with n = 1 alone.
+    """
+    config, layers = model.config, model.layers
+    half, bands = config.rotary_dim // 2, values.shape[1]
+    if half % bands:
+        raise UserError(f"--counts {bands} must divide the {half} frequencies of a head")
+    of_pairs = jnp.repeat(values, half // bands, axis=1)
+    rest = config.head_dim - 2 * half
+    unrotated = jnp.repeat(values, rest, axis=1) if bands == 1 else jnp.ones((len(values), rest), values.dtype)
+    of_head = jnp.concatenate([of_pairs, of_pairs, unrotated], axis=1)  # [L, D]
+    if layers.query_norm is not None:
+        return _with(model, query_norm=_scaled(layers.query_norm[...], of_head)), own
+    of_heads = jnp.tile(of_head, (1, config.num_heads))
+    changes = {"query": _scaled(layers.query[...], of_heads[:, None, :])}
+    if layers.query_bias is not None:
+        changes["query_bias"] = _scaled(layers.query_bias[...], of_heads)
+    return _with(model, **changes), own
+
+
+def norm_gain(model: Llama, own: RopeTable, values: Float[Array, "L n"]) -> Applied:
+    """The channels of each layer's attention norm, in n equal blocks, times its values."""
+    width, blocks = model.config.hidden_size, values.shape[1]
+    if width % blocks:
+        raise UserError(f"--counts {blocks} must divide the {width} channels of the model")
+    norm = model.layers.attention_norm[...]
+    return _with(model, attention_norm=_scaled(norm, jnp.repeat(values, width // blocks, axis=1))), own
+
+
+def adapter(model: Llama, own: RopeTable, values: Float[Array, "L n"], seed: int = 0) -> Applied:
+    """W_q + |W_q| sum_i c_i u_i v_i^T in each layer; u_i and v_i are unit vectors drawn from `seed`, |W| Frobenius's norm."""
+    query, rank = model.layers.query[...], values.shape[1]
+    layers, inputs, outputs = query.shape
+    rng = np.random.default_rng(seed)
+    u, v = (rng.standard_normal((layers, rank, size)) for size in (inputs, outputs))
+    u, v = (jnp.asarray(part / np.linalg.norm(part, axis=2, keepdims=True), values.dtype) for part in (u, v))
+    wide = query.astype(values.dtype)
+    scale = jnp.linalg.norm(wide, axis=(1, 2), keepdims=True)
+    change = jnp.einsum("ln,lni,lno->lio", values, u, v, precision=jax.lax.Precision.HIGHEST)
+    return _with(model, query=(wide + scale * change).astype(query.dtype)), own
+
+
+CONTROLS: dict[Control, Callable[..., Applied]] = {
+    "rotary": rotary,
+    "temperature": temperature,
+    "norm_gain": norm_gain,
+    "adapter": adapter,
+}
+START: dict[Control, float] = {"rotary": 1.0, "temperature": 1.0, "norm_gain": 1.0, "adapter": 0.0}
+
+
+def _scaled(weights: Float[Array, "..."], by: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Weights times values in the values' precision, in the weights' dtype."""
+    return (weights.astype(by.dtype) * by).astype(weights.dtype)
+
+
+def _with(model: Llama, **weights: Array) -> Llama:
+    """The model with other weights of its layers; the given one stays as it is."""
+    changed = jax.tree.map(lambda leaf: leaf, model)  # new modules around the same arrays
+    for name, value in weights.items():
+        setattr(changed.layers, name, nnx.Param(value))
+    return changed

@@ -1,0 +1,376 @@
+"""Is it positions that are repaired? Other ways to give a model as few new numbers, on the same examples, steps and rate.
+
+    python experiments/controls.py --model smollm2-135m-instruct --num-pairs 5 10 20 --other-pairs 15 30 \\
+        --other-key-lengths 8 --num-sentences 40 --data nq-open-oracle.jsonl.gz --text FILE --text-weight 3
+
+Every control of `control_parameters.py` has n numbers in each layer, n from `--counts`: 1 as factors of layers have it, 8 as
+factors of eight frequency bands. They are rotary factors (our method), temperatures of the attention, gains of the norm before
+it, and the coefficients of a low-rank adapter of the query weights. The first three start at 1 and stay in the same box, the
+adapter's start at 0 and stay within --max-factor - 1 of it. All minimise -log p of the answers to key-value questions by the
+same Adam (`search.gradient.descend`) on the same minibatches; with several `--learning-rates` each takes the one with the
+lowest loss on the search questions that are held back. The control without a number is the forced opener against the plain
+prompt.
+
+What was learnt is then measured on other questions: by position, at other lengths, with other keys, on other tasks, and on
+plain text (`transfer.py`, whose targets these are). The last tables say what of it is position repair: `reading` goes by a
+fixed rule, and rotary factors are set against the best control with as many numbers.
+
+One JSON a control, count and seed: what is there is not run again, and `--part i/n` runs every n-th. A last call without it
+writes tables.md and summary.json; factors of `rotary` are left as factors.json files for `transfer.py`.
+
+Letters: N prompts, L layers, n numbers a layer, E embedding, D head dim, Q questions, S positions.
+"""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from control_parameters import CONTROLS, START, Applied, Control
+from grid import GridFlags, in_part, markdown_table, run_script, show_p, write_tables
+from jaxtyping import Array, Float
+from transfer import TEXT, TargetFlags, compare, load_cell, measure, settings_record, show, targets_of
+
+from lpes_jax.errors import UserError
+from lpes_jax.evaluation import BASELINE, PLAIN, Candidate, environment, slots_of
+from lpes_jax.factors import LayerFactors, write_json
+from lpes_jax.models.llama import Loaded, load
+from lpes_jax.models.llama.model import Llama
+from lpes_jax.search.gradient import Data, GradientSettings, Look, descend, pack
+from lpes_jax.search.plain_text import text_windows
+from lpes_jax.statistics import paired_permutation_test
+from lpes_jax.tasks import make_task
+from lpes_jax.tasks import prompts as task_prompts
+
+LEVEL = 0.05  # of `reading`, shared out over the targets that were not searched on
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(TargetFlags):
+    """Which model and controls, how they learn, and on what they are measured."""
+
+    output_path: Path = Path("runs/controls")
+    """Folder of the cells, of tables.md and summary.json."""
+    model: str = "smollm2-135m-instruct"
+    """A name in models/zoo, a folder in Hugging Face layout, a .gguf file, or a Hugging Face hub id."""
+    controls: tuple[Control, ...] = ("rotary", "temperature", "norm_gain", "adapter")
+    """Which to run."""
+    counts: tuple[int, ...] = (1, 8)
+    """Numbers a layer."""
+    other_pairs: tuple[int, ...] = ()
+    """kv: more targets, of lengths that are not searched on (--num-pairs are)."""
+    limit: int = 100
+    """Search examples of each length; each is used at every search position."""
+    search_positions: tuple[int, ...] = (0, 50, 100)
+    """Positions of the fact in them, in percent."""
+    weights: tuple[float, ...] = (0.2, 0.3, 0.5)
+    """Weights of these positions in the loss."""
+    steps: int = 200
+    """Steps of Adam."""
+    learning_rates: tuple[float, ...] = (0.03,)
+    """At the start, falling along a cosine."""
+    minibatch_size: int = 24
+    """Prompts a step, of each length."""
+    validation_share: float = 0.25
+    """Share of the search examples that the best step is chosen on."""
+    look_every: int = 10
+    """Steps between two looks at these."""
+    min_factor: float = 0.5
+    """Lowest factor, temperature and gain."""
+    max_factor: float = 2.0
+    """Highest."""
+    text_weight: float = 0.0
+    """Weight of plain text's loss in nats a token (of --text, or of text that the model writes) beside the answers'."""
+    text_minibatch: int = 4
+    """Windows of text a step."""
+    seeds: tuple[int, ...] = (0,)
+    """Each is a run of every control with search examples and minibatches of its own."""
+
+
+def main(s: Settings) -> None:
+    """Run what is missing and write the tables."""
+    if len(s.weights) != len(s.search_positions):
+        raise UserError("--weights: give one number for each of --search-positions")
+    used = settings_record(s, "controls", "counts", "seeds")
+    targets = targets_of(replace(s, num_pairs=(*s.num_pairs, *s.other_pairs)))
+    learnt: dict[str, tuple[Control, int, int]] = {
+        f"{control}_{count}_seed{seed}": (control, count, seed)
+        for control in s.controls
+        for count in s.counts
+        for seed in s.seeds
+    }
+    names: list[str] = [BASELINE, "plain_prompt", *learnt]
+    loaded: Loaded | None = None
+    for number, name in enumerate(names):
+        path = s.output_path / f"{name}.json"
+        if not in_part(number, s.part) or path.exists():
+            continue
+        print(f"== {name}", flush=True)
+        loaded = loaded or load(s.model, s.dtype)
+        s.output_path.mkdir(parents=True, exist_ok=True)
+        record: dict[str, Any] = {"settings": used, "model": loaded.identity}
+        if name not in learnt:
+            record |= measure(s, targets, loaded, Candidate(name, plain=name != BASELINE))
+        else:
+            control, count, seed = learnt[name]
+            values, record["training"] = train(s, loaded, control, count, seed)
+            factors, model = None, loaded.model
+            if control == "rotary":
+                factors = LayerFactors(values[:, 0] if count == 1 else values, "layer" if count == 1 else "layer_band")
+                factors = replace(factors, model=loaded.identity, rope=model.config.rope.to_hf(), search=used | {"seed": seed})
+                factors.save(s.output_path / f"{name}.factors.json")
+            else:
+                model, _ = CONTROLS[control](model, model.config.rope_table(1), jnp.asarray(values, jnp.float32))
+            record |= measure(s, targets, loaded, Candidate(name, factors), model)
+        write_json(path, record | environment())
+    if s.part != "0/1":
+        raise SystemExit(f"part {s.part} is done; when all are, the same command without --part writes the tables")
+    records = {name: load_cell(s.output_path / f"{name}.json", used) for name in names}
+    scores = {name: _mean_scores([records[name]]) for name in (BASELINE, "plain_prompt")} | {
+        f"{control}, {count} a layer": _mean_scores([records[f"{control}_{count}_seed{seed}"] for seed in s.seeds])
+        for control in s.controls
+        for count in s.counts
+    }
+    layers = int(records[BASELINE]["model"]["num_layers"])
+    parameters = {f"{control}, {count} a layer": layers * count for control in s.controls for count in s.counts}
+    _report(s, scores, parameters, list(targets), {name: records[name]["training"] for name in learnt})
+
+
+def train(
+    s: Settings, loaded: Loaded, control: Control, count: int, seed: int
+) -> tuple[Float[np.ndarray, "L n"], dict[str, Any]]:
+    """The values that a control learnt, and how: of the learning rates, the one that did best on what was held back."""
+    started, start = time.time(), START[control]
+    learnt_from, held_back, longest = _data(s, loaded, seed)
+    config = loaded.model.config
+    own = config.rope_table(longest)
+    low, high = (s.min_factor, s.max_factor) if start else (1 - s.max_factor, s.max_factor - 1)
+
+    def apply(model: Llama, values: Float[Array, "L n"]) -> Applied:
+        return CONTROLS[control](model, own, values)
+
+    project = partial(jnp.clip, min=low, max=high)
+    runs: dict[float, list[Look]] = {}
+    best: dict[float, Look] = {}
+    for rate in s.learning_rates:
+        runs[rate] = looks = []
+        settings = GradientSettings(
+            steps=s.steps,
+            learning_rate=rate,
+            minibatch_size=s.minibatch_size,
+            validation_share=s.validation_share,
+            look_every=s.look_every,
+            text_weight=s.text_weight,
+            text_minibatch=s.text_minibatch,
+        )
+        best[rate] = descend(
+            loaded.model,
+            learnt_from,
+            held_back,
+            jnp.full((config.num_layers, count), start, jnp.float32),
+            apply,
+            settings,
+            project=project,
+            seed=seed,
+            on_look=lambda look, _, looks=looks: looks.append(look),
+        )
+    chosen = min(best, key=lambda rate: best[rate].loss)
+    values = np.asarray(best[chosen].parameters, np.float64)
+    record = {
+        "parameters": values.size,
+        "learning_rate": chosen,
+        "step": best[chosen].step,
+        "first_loss": runs[chosen][0].loss,
+        "best_loss": best[chosen].loss,
+        "loss_by_learning_rate": {str(rate): look.loss for rate, look in best.items()},
+        "looks": [
+            {"step": look.step, "task_losses": look.task_losses, "text_loss": _finite(look.text_loss)} for look in runs[chosen]
+        ],
+        "moved": float(np.abs(values - start).mean()),
+        "values": values.tolist(),
+        "seconds": round(time.time() - started, 1),
+    }
+    print(f"   loss on held-back questions {record['first_loss']:.3f} -> {record['best_loss']:.3f}, {record['seconds']} s")
+    return values, record
+
+
+def reading(
+    figures: Mapping[str, Mapping[str, Any]], gains: Mapping[str, float], searched: Sequence[str]
+) -> tuple[str, list[str], list[str]]:
+    """What a control did, by a rule that was fixed before, and the targets that were not searched on and gained or lost.
+
+    `figures` of each target (`compare`), `gains` of the searched ones together (`middle_against_ends`). "no gain": none that is
+    significant on the searched targets. "task tuning": there is, but the middle gained no more than the ends. "position repair,
+    of this task": it did. "position repair": and so did a target that was not searched on, while none lost. Those are tested at
+    0.05 / their number.
+    """
+    unseen = [title for title in figures if title not in searched and title != TEXT]
+    sure = [title for title in unseen if figures[title]["p"] < LEVEL / len(unseen)]
+    gained = [title for title in sure if figures[title]["difference"] > 0]
+    lost = [title for title in sure if figures[title]["difference"] < 0]
+    if gains["p_gain"] >= LEVEL or gains["gain"] <= 0:
+        return "no gain", gained, lost
+    if gains["p"] >= LEVEL or gains["middle"] <= gains["ends"]:
+        return "task tuning", gained, lost
+    return "position repair" if gained and not lost else "position repair, of this task", gained, lost
+
+
+def middle_against_ends(
+    ours: Float[np.ndarray, "Q S"], baseline: Float[np.ndarray, "Q S"], positions: Sequence[int]
+) -> dict[str, float]:
+    """Gain of the positions between 0 and 100 %, gain of these two, p of their difference, and each as share of the errors.
+
+    Where the baseline is nearly always right there is little to gain: that is what the shares are for.
+    """
+    ends = np.array([position in (0, 100) for position in positions])
+    if ends.all() or not ends.any():
+        raise UserError("--positions: give 0 or 100, and others between them")
+    contrast = ((ours - baseline) @ np.where(ends, -1 / ends.sum(), 1 / (~ends).sum())).round(9)[:, None]  # 0 is 0
+    gains = {"middle": (ours - baseline)[:, ~ends], "ends": (ours - baseline)[:, ends]}
+    errors = {"middle": 1 - baseline[:, ~ends].mean(), "ends": 1 - baseline[:, ends].mean()}
+    shares = {f"{where}_share": float(gains[where].mean() / error) if error else 0.0 for where, error in errors.items()}
+    return {
+        "gain": float((ours - baseline).mean()),
+        "p_gain": paired_permutation_test(ours, baseline),
+        **{where: float(gain.mean()) for where, gain in gains.items()},
+        "p": paired_permutation_test(contrast, np.zeros_like(contrast)),
+        **shares,
+    }
+
+
+def _data(s: Settings, loaded: Loaded, seed: int) -> tuple[Data, Data, int]:
+    """Search prompts of each length and text, what is held back of both (the last ones), and the tokens of the longest."""
+    learnt_from, held_back, longest = [], [], 0
+    for pairs in s.num_pairs:
+        task = make_task("kv", num_pairs=pairs, key_length=s.key_length)
+        places = slots_of(task, s.search_positions)
+        prompts = [task.prompt(example, *place) for example in task.examples("search", s.limit, seed) for place in places]
+        encoded = task_prompts.encode(prompts, loaded.tokenizer, loaded.model.config.max_position_embeddings)
+        border = (s.limit - math.ceil(s.validation_share * s.limit)) * len(places)
+        if not 0 < border < len(encoded):
+            raise UserError(f"--limit {s.limit} leaves no question to learn from beside --validation-share; raise it")
+        for part, data in ((encoded[:border], learnt_from), (encoded[border:], held_back)):
+            data.append(pack(part, list(s.weights) * (len(part) // len(places))))
+        longest = max(longest, *(len(prompt.ids) + max(map(len, prompt.answers)) for prompt in encoded))
+    if not s.text_weight:
+        return Data(learnt_from), Data(held_back), longest
+    windows = jnp.asarray(text_windows(s.text, loaded.model, loaded.tokenizer, seed, s.text_window))
+    border = len(windows) - math.ceil(s.validation_share * len(windows))
+    if not border:
+        raise UserError("--text is too short to hold a part back; give more of it")
+    return Data(learnt_from, windows[:border]), Data(held_back, windows[border:]), max(longest, windows.shape[1])
+
+
+def _report(
+    s: Settings,
+    scores: Mapping[str, Mapping[str, Float[np.ndarray, "Q S"]]],
+    parameters: Mapping[str, int],
+    targets: Sequence[str],
+    training: Mapping[str, Any],
+) -> None:
+    searched, baseline = targets[: len(s.num_pairs)], scores[BASELINE]
+    figures = {
+        name: {title: compare(values, baseline[title]) for title, values in of_name.items()}
+        for name, of_name in scores.items()
+        if name != BASELINE
+    }
+    parts = [_about(s)]
+    header = ["", "numbers", *(f"{position} %" for position in s.positions), "mean", "gain", "p"]
+    for title in searched:
+        rows = []
+        for name, of_name in scores.items():
+            at = [f"{100 * value:.1f}" for value in of_name[title].mean(axis=0)]
+            against = ["-", "-"] if name == BASELINE else show(figures[name][title], title)[2:]
+            rows.append([_label(name), str(parameters.get(name, 0)), *at, f"{100 * of_name[title].mean():.1f}", *against])
+        parts.append(f"## {title}: accuracy by position\n\n{markdown_table(header, rows)}")
+
+    shown = [*(title for title in targets if title not in searched), *([TEXT] if TEXT in baseline else [])]
+    rows = [[_label(BASELINE), *(_level(baseline[title], title) for title in shown)]]
+    for name in figures:
+        changes = [show(figures[name][title], title)[2:] if title in figures[name] else ["-"] for title in shown]
+        rows.append([_label(name), *(", p ".join(change) for change in changes)])
+    if shown:
+        parts.append(f"## Not searched on: baseline, and gains\n\n{markdown_table(['', *shown], rows)}")
+
+    rows, readings = [], {}
+    for name in parameters:
+        ours, base = (np.mean([of[title] for title in searched], axis=0) for of in (scores[name], baseline))
+        gains = middle_against_ends(ours, base, s.positions)
+        name_of_it, gained, lost = reading(figures[name], gains, searched)
+        readings[name] = gains | {"reading": name_of_it, "gained": gained, "lost": lost}
+        of_errors = [f"{100 * gains[where]:+.1f} ({100 * gains[f'{where}_share']:.0f} %)" for where in ("middle", "ends")]
+        rows.append([name, *of_errors, show_p(gains["p"]), ", ".join(gained) or "-", ", ".join(lost) or "-", name_of_it])
+    header = ["", "middle (of its errors)", "ends (of theirs)", "p", "unseen gained", "unseen lost", "reading"]
+    parts.append(f"## Position repair or task tuning\n\n{_RULE}\n\n{markdown_table(header, rows)}")
+    against = _against_controls(s, scores, list(baseline))
+    if against:
+        header = ["", *(title for title in targets), *([TEXT] if TEXT in baseline else [])]
+        rows = [[name, *(", p ".join(show(of[title], title)[2:]) for title in header[1:])] for name, of in against.items()]
+        parts.append(f"## Rotary factors less the best control with as many numbers\n\n{markdown_table(header, rows)}")
+    summary = {
+        "figures": figures,
+        "readings": readings,
+        "rotary_against_best": against,
+        "parameters": parameters,
+        "training": training,
+    }
+    write_tables(GridFlags(output_path=s.output_path), "Controls: is it positions that are repaired?", parts, summary)
+
+
+def _against_controls(
+    s: Settings, scores: Mapping[str, Mapping[str, Float[np.ndarray, "Q S"]]], titles: Sequence[str]
+) -> dict[str, dict[str, Any]]:
+    """Rotary factors against the control that has most on the searched questions, held out: the choice favours the control."""
+    searched, against = titles[: len(s.num_pairs)], {}
+    for count in s.counts:
+        others = [f"{control}, {count} a layer" for control in s.controls if control != "rotary"]
+        if others and "rotary" in s.controls:
+            best = max(others, key=lambda name: np.mean([scores[name][title].mean() for title in searched]))
+            ours = scores[f"rotary, {count} a layer"]
+            against[f"rotary - {best}"] = {title: compare(ours[title], scores[best][title]) for title in titles}
+    return against
+
+
+def _about(s: Settings) -> str:
+    return (
+        f"{Path(s.model).name}, searched on kv with {' '.join(map(str, s.num_pairs))} pairs, {s.limit} examples of each, "
+        f"{s.steps} steps of {s.minibatch_size} prompts, learning rates {' '.join(map(str, s.learning_rates))}, text weight "
+        f"{s.text_weight:g}, seeds {' '.join(map(str, s.seeds))} (scores are means over them); {s.test_limit} held-out "
+        "questions a target. Accuracy in percent, gains in points over the baseline, text in nats a token, where less is "
+        "better. p: paired permutation over questions.\n"
+    )
+
+
+_RULE = (
+    "On the searched lengths together: gain of the positions in the middle and of 0 and 100 %, beside it as share of the "
+    "baseline's errors there, p of the difference of the two gains. No gain: no significant one on the searched lengths. Task "
+    "tuning: the middle gains no more than the ends. Position repair of this task: it gains more. Position repair: more, and a "
+    f"target that was not searched on gains and none loses, at {LEVEL} / their number."
+)
+
+
+def _label(name: str) -> str:
+    return {BASELINE: "baseline (forced opener)", "plain_prompt": f"{PLAIN} (no opener)"}.get(name, name)
+
+
+def _level(values: Float[np.ndarray, "Q S"], title: str) -> str:
+    return f"{values.mean():.4f}" if title == TEXT else f"{100 * values.mean():.1f}"
+
+
+def _mean_scores(records: Sequence[Mapping[str, Any]]) -> dict[str, Float[np.ndarray, "Q S"]]:
+    """The scores of each target, of several seeds their mean: the questions are the same."""
+    titles = records[0]["targets"]
+    return {title: np.mean([record["targets"][title]["scores"] for record in records], axis=0) for title in titles}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+if __name__ == "__main__":
+    run_script(Settings, main, __doc__)

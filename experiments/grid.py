@@ -1,0 +1,242 @@
+"""What the experiments share: flags, named searches one after the other into one folder, resumable, and tables of figures.
+
+    cells = {f"{curve}/{seed}": flags.search(curve=curve, seed=seed) for curve in CURVES for seed in flags.seeds}
+    records = run_grid(cells, flags)              # a folder per cell; cells that are finished are not run again
+    write_tables(flags, title, [markdown_table(header, rows)], summary)
+
+`--part 1/4` runs every fourth cell, from the second: one process a GPU with 0/4 ... 3/4, each on its part, into the same
+folder. A last call without it finds all cells finished and writes the tables.
+
+Letters: Q questions, S positions.
+"""
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import tyro
+from jaxtyping import Float
+
+from lpes_jax.errors import UserError
+from lpes_jax.evaluation import BASELINE, Candidate, Outcome, default_metrics, evaluate, slots_of
+from lpes_jax.factors import LayerFactors, read_json, write_json
+from lpes_jax.models.llama import Loaded
+from lpes_jax.search import SearchSettings, preset, run_search
+from lpes_jax.search.fitness import fit
+from lpes_jax.search.settings import as_record
+from lpes_jax.tasks.flags import task_of, title_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class GridFlags:
+    """Model, questions and sizes; what is not given stays as the preset has it, by default the paper's sizes."""
+
+    output_path: Path = Path("runs/grid")
+    """Folder of the cells, of tables.md and summary.json."""
+    model: str = "smollm2-135m-instruct"
+    """A name in models/zoo, a folder in Hugging Face layout, a .gguf file, or a Hugging Face hub id."""
+    preset: Literal["paper", "default", "quick"] = "paper"
+    """What `python -m lpes_jax.search --preset` sets."""
+    task: Literal["kv", "mdqa"] = "kv"
+    """kv: generated key-value pairs; mdqa: with --data, and other questions' documents as distractors."""
+    data: Path | None = None
+    """mdqa: nq-open-oracle.jsonl.gz."""
+    num_pairs: int | None = None
+    """kv: pairs in a prompt (default 50)."""
+    key_length: int | None = None
+    """kv: hexadecimal characters of keys and values (default: UUIDs)."""
+    num_documents: int | None = None
+    """mdqa: documents in a prompt (default 10)."""
+    metrics: tuple[str, ...] = ()
+    """Of the held-out figures (default: prefix for kv, best_subspan_em for mdqa, which generates; prefix does not)."""
+    limit: int | None = None
+    """Search examples (paper: 200)."""
+    test_limit: int | None = None
+    """Held-out examples (paper: 500)."""
+    generations: int | None = None
+    """GA: generations after the first (paper: 20)."""
+    population_size: int | None = None
+    """GA: individuals of generation 0 (paper: 32)."""
+    steps: int | None = None
+    """Gradient: steps (default 200)."""
+    layers: str | None = None
+    """Layers that are scaled, as a slice: `2:` leaves the first two as they are."""
+    seeds: tuple[int, ...] = (0,)
+    """Each is a run of every cell, with search and held-out examples of its own."""
+    dtype: Literal["auto", "float32", "bfloat16"] | None = None
+    """auto: bfloat16 on a GPU, float32 on a CPU."""
+    batch_size: int | None = None
+    """Prompts a forward pass (default: chosen from the memory)."""
+    part: str = "0/1"
+    """i/n: run the cells i, i + n, ... alone (from 0), and write no tables."""
+
+    def search(self, **changes: Any) -> SearchSettings:
+        """The settings of a cell: the preset, what the flags give, and changes."""
+        own = {field.name for field in fields(SearchSettings)} - {"output_path"}
+        given = {name: value for name, value in vars(self).items() if name in own and value not in (None, ())}
+        if self.task == "mdqa":
+            given["distractors"] = "random"
+        settings = preset(self.preset, **(given | changes))
+        return replace(settings, parents=min(settings.parents, settings.population_size))
+
+    def describe(self, paper: str) -> str:
+        """The lines under a title: what ours is, and that the paper's rows are of another model."""
+        settings = self.search()
+        task = task_of(settings)
+        metric = (settings.metrics or default_metrics(task))[0]
+        return (
+            f"Ours: {Path(self.model).name}, {title_of(settings, task)}, {settings.limit} search examples, "
+            f"{settings.test_limit} held-out questions, accuracy in percent ({metric}), preset {self.preset}, seeds "
+            f"{' '.join(map(str, self.seeds))}. With one seed ± is the standard error over questions, with several the sample "
+            "standard deviation over seeds; p: paired permutation over questions, against the baseline of the same seed."
+            f"\n\n{paper}\n"
+        )
+
+
+def other_model(what: str) -> str:
+    """The line that says that the paper's rows are no target."""
+    return (
+        f"Rows of the paper: {what}. That is another and far larger model on other questions: compare order and size of the "
+        "differences, not the figures."
+    )
+
+
+def run_script(settings: type[Any], main: Callable[[Any], None], manual: str | None) -> None:
+    """Parse the command line into `settings` and run `main` on it; a user's mistake is one line."""
+    try:
+        main(tyro.cli(settings, description=manual))
+    except UserError as error:
+        sys.exit(f"error: {error}")
+
+
+def in_part(number: int, part: str) -> bool:
+    """Is cell `number` in the part `i/n`? Raises UserError for what is no part."""
+    match = re.fullmatch(r"(\d+)/(\d+)", part)
+    if match is None or not int(match[1]) < int(match[2]):
+        raise UserError(f"--part {part!r}: give i/n with i from 0 to n - 1, say 0/2 and 1/2")
+    return number % int(match[2]) == int(match[1])
+
+
+def run_grid(cells: Mapping[str, SearchSettings], flags: GridFlags) -> dict[str, dict[str, Any]]:
+    """Run the cells of the part that are not finished, and return the records of all; a part of the whole ends the program."""
+    run_cells({name: cell for number, (name, cell) in enumerate(cells.items()) if in_part(number, flags.part)}, flags)
+    return collect(cells, flags)
+
+
+def run_cells(cells: Mapping[str, SearchSettings], flags: GridFlags) -> None:
+    """Run those of the cells that have no results yet; one that was cut off goes on."""
+    for name, settings in cells.items():
+        folder = flags.output_path / name
+        if not (folder / "results.json").exists():
+            print(f"== {name}", flush=True)
+            run_search(replace(settings, output_path=folder, resume=(folder / "history.jsonl").exists()))
+
+
+def collect(cells: Mapping[str, SearchSettings], flags: GridFlags) -> dict[str, dict[str, Any]]:
+    """The records of all cells. Ends the program after a part of them."""
+    if flags.part != "0/1":
+        raise SystemExit(f"part {flags.part} is done; when all are, the same command without --part writes the tables")
+    return {name: record_of(flags.output_path / name, settings) for name, settings in cells.items()}
+
+
+def record_of(folder: Path, settings: SearchSettings) -> dict[str, Any]:
+    """What a finished search says about itself: factors, results, history. Raises UserError where its settings were others."""
+    ran, wanted = read_json(folder / "config.json")["settings"], json.loads(json.dumps(as_record(settings)))
+    if different := sorted(name for name in wanted | ran if ran.get(name) != wanted.get(name)):
+        name = different[0]
+        raise UserError(
+            f"{folder} was run with {name}={ran.get(name)!r}, not {wanted.get(name)!r}; give the same flags or another "
+            "--output-path"
+        )
+    factors, results = read_json(folder / "factors.json"), read_json(folder / "results.json")
+    history = [json.loads(line) for line in (folder / "history.jsonl").read_text(encoding="utf-8").splitlines()]
+    return {"folder": folder, "factors": factors, "results": results, "history": history}
+
+
+def figures(record: Mapping[str, Any], method: str = "lpes") -> dict[str, Any]:
+    """The held-out figures of what a cell found, or of its baseline, uniform or pi."""
+    return record["results"]["methods"][method]
+
+
+def scores(record: Mapping[str, Any], method: str = "lpes") -> Float[np.ndarray, "Q S"]:
+    """The same, for each held-out question and position, from samples.jsonl."""
+    of_method = figures(record, method)
+    lines = map(json.loads, (record["folder"] / "samples.jsonl").read_text(encoding="utf-8").splitlines())
+    values = [float(line[of_method["metric"]]) for line in lines if line["method"] == method]
+    return np.array(values).reshape(-1, len(of_method["acc_by_position"]))
+
+
+def check_held_out(settings: SearchSettings, loaded: Loaded) -> None:
+    """Raise UserError where `held_out` would, for prompts that are too long."""
+    task = task_of(settings)
+    places = slots_of(task, settings.positions)
+    prompts = [task.prompt(it, *place) for it in task.examples("test", settings.test_limit, settings.seed) for place in places]
+    generates = (settings.metrics or default_metrics(task))[0] != "prefix"
+    fit(settings, loaded.model.config, task, loaded.tokenizer, prompts, generates)
+
+
+def held_out(settings: SearchSettings, loaded: Loaded, candidates: Mapping[str, LayerFactors]) -> dict[str, Outcome]:
+    """The model as it is, under `baseline`, and factors by name, all on the held-out questions that the settings describe."""
+    task = task_of(settings)
+    outcomes = evaluate(
+        loaded.model,
+        loaded.tokenizer,
+        task,
+        task.examples("test", settings.test_limit, settings.seed),
+        slots_of(task, settings.positions),
+        [Candidate(BASELINE), *(Candidate(name, factors) for name, factors in candidates.items())],
+        metrics=settings.metrics or default_metrics(task)[:1],
+        max_new_tokens=settings.max_new_tokens,
+        stop_ids=loaded.stop_ids,
+        overlength=settings.overlength,
+        batch_size=settings.batch_size,
+    )
+    return {outcome.candidate.name: outcome for outcome in outcomes}
+
+
+def header(first: str, positions: Sequence[int]) -> list[str]:
+    """Of a table of `row`s."""
+    return [first, *(f"{position} %" for position in positions), "mean ±", "p"]
+
+
+def row(name: str, of_seeds: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Accuracy at each position and its mean in percent, over seeds, and p against the baseline of each."""
+    by_position = 100 * np.array([list(seed["acc_by_position"].values()) for seed in of_seeds])
+    means = 100 * np.array([seed["acc,none"] for seed in of_seeds])
+    error = of_seeds[0]["acc_stderr,none"] if len(of_seeds) == 1 else means.std(ddof=1) / 100
+    spread = "" if error is None else f" ± {100 * error:.1f}"
+    p = [show_p(seed["p_against_baseline,none"]) for seed in of_seeds if "p_against_baseline,none" in seed]
+    return [name, *(f"{value:.1f}" for value in by_position.mean(axis=0)), f"{means.mean():.1f}{spread}", ", ".join(p) or "-"]
+
+
+def paper_row(name: str, values: str) -> list[str]:
+    """A row of the paper's: accuracy at each position, then the average, as printed there."""
+    return [f"paper: {name}", *values.split(), "-"]
+
+
+def show_p(p: float) -> str:
+    """p as tables have it."""
+    return "<0.001" if p < 0.001 else f"{p:.3f}"
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; the first column is text, the others are right-aligned."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def write_tables(flags: GridFlags, title: str, parts: Sequence[str], summary: Any) -> None:
+    """`tables.md` and `summary.json`, whole or not at all; the tables are printed as well."""
+    text = f"# {title}\n\n" + "\n".join(parts)
+    flags.output_path.mkdir(parents=True, exist_ok=True)
+    temporary = flags.output_path / "tables.md.part"
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, flags.output_path / "tables.md")
+    write_json(flags.output_path / "summary.json", summary)
+    print(text)

@@ -1,0 +1,289 @@
+"""Do factors hold for what they were not searched on: other lengths, keys, tasks, plain text, other models?
+
+    python experiments/transfer.py --models smollm2-135m-instruct --factors short=A/factors.json mixed=B/factors.json \\
+        --num-pairs 5 10 20 --other-key-lengths 8 --num-sentences 40 --data nq-open-oracle.jsonl.gz --text FILE
+
+All are measured on the same held-out questions, and the table has found - baseline with the paired test for each pair of
+factors and target. Factors of a model with another number of layers are resampled: linear interpolation in relative depth,
+the first factor on the first layer and the last on the last. Those of KV groups or bands need a model with as many groups,
+and with frequencies that the bands divide; a pair that does not fit is listed with the reason.
+
+One JSON a model and factors: what is there is not measured again, and `--part i/n` measures every n-th. A last call without
+it writes tables.md and summary.json.
+
+Letters: Q questions, S positions, L layers.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from grid import GridFlags, in_part, markdown_table, run_script, show_p, write_tables
+from jaxtyping import Float
+
+from lpes_jax.errors import UserError
+from lpes_jax.evaluate.perplexity import text_nlls
+from lpes_jax.evaluation import BASELINE, Candidate, Outcome, default_metrics, environment, evaluate, slots_of
+from lpes_jax.factors import LayerFactors, read_json, write_json
+from lpes_jax.models.llama import LlamaConfig, Loaded, load
+from lpes_jax.models.llama.model import Llama
+from lpes_jax.statistics import paired_permutation_test, standard_error
+from lpes_jax.tasks import make_task
+from lpes_jax.tasks.perplexity import Perplexity
+from lpes_jax.tasks.prompts import Overlength, Task
+
+TEXT = "plain text"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetFlags:
+    """What to measure on; all of it is held out from searches."""
+
+    num_pairs: tuple[int, ...] = (5, 10, 20)
+    """kv: pairs in a prompt, each a target."""
+    key_length: int | None = None
+    """kv: hexadecimal characters of keys and values (default: UUIDs)."""
+    other_key_lengths: tuple[int, ...] = ()
+    """kv: more targets, with the first of --num-pairs and keys of other lengths."""
+    num_sentences: tuple[int, ...] = ()
+    """needle: sentences of filler, each a target."""
+    data: Path | None = None
+    """mdqa: nq-open-oracle.jsonl.gz, for targets with other questions' documents as distractors."""
+    num_documents: tuple[int, ...] = (5,)
+    """mdqa: documents in a prompt, each a target."""
+    max_new_tokens: int | None = None
+    """mdqa: tokens to generate (default: the task's)."""
+    text: Path | None = None
+    """Plain text in UTF-8; the last 60 % of it are held out."""
+    text_window: int = 512
+    """Tokens of a window of text."""
+    text_limit: int = 100
+    """Windows of held-out text."""
+    test_limit: int = 500
+    """Held-out questions of each target, the same for all that is compared."""
+    positions: tuple[int, ...] = (0, 25, 50, 75, 100)
+    """Positions of the fact, in percent."""
+    overlength: Overlength = "error"
+    """What becomes of questions too long for the model's window: skip leaves them out at every position."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """auto: bfloat16 on a GPU, float32 on a CPU."""
+    batch_size: int | None = None
+    """Prompts a forward pass (default: chosen from the memory)."""
+    part: str = "0/1"
+    """i/n: run the cells i, i + n, ... alone (from 0), and write no tables."""
+
+
+def targets_of(flags: TargetFlags) -> dict[str, Task]:
+    """The tasks to measure on, by title."""
+    f = flags
+    targets: dict[str, Task] = {
+        f"kv, {n} pairs": make_task("kv", num_pairs=n, key_length=f.key_length) for n in dict.fromkeys(f.num_pairs)
+    }
+    for length in f.other_key_lengths:
+        title = f"kv, {f.num_pairs[0]} pairs, keys of {length}"
+        targets[title] = make_task("kv", num_pairs=f.num_pairs[0], key_length=length)
+    for n in f.num_sentences:
+        targets[f"needle, {n} sentences"] = make_task("needle", num_sentences=n)
+    if f.data is not None:
+        for n in f.num_documents:
+            targets[f"mdqa, {n} documents"] = make_task("mdqa", data=f.data, num_documents=n, distractors="random")
+    return targets
+
+
+def measure(
+    flags: TargetFlags, targets: Mapping[str, Task], loaded: Loaded, candidate: Candidate, model: Llama | None = None
+) -> dict[str, Any]:
+    """The scores of a candidate on every question of every target, and its nats a token in every window of text.
+
+    `model`: in place of the loaded one. `prefix` decides key-value and needle questions, nothing is generated; mdqa has its own
+    metric, of generated text. A target without plain prompts is left out where the candidate is one on plain prompts.
+    """
+    f = flags
+    scores: dict[str, Any] = {}
+    model = loaded.model if model is None else model
+    for title, task in targets.items():
+        if candidate.plain and task.plain is None:
+            continue
+        *_, outcome = evaluate(
+            model,
+            loaded.tokenizer,
+            task,
+            task.examples("test", f.test_limit, 0),
+            slots_of(task, f.positions),
+            [Candidate(BASELINE), candidate] if candidate.plain else [candidate],  # both: they leave out the same questions
+            metrics=default_metrics(task)[:1] if task.name == "mdqa" else ("prefix",),
+            max_new_tokens=f.max_new_tokens,
+            stop_ids=loaded.stop_ids,
+            overlength=f.overlength,
+            batch_size=f.batch_size,
+        )
+        scores[title] = _scores(outcome)
+    if f.text is not None and not candidate.plain:
+        windows = Perplexity(data=f.text, window=f.text_window).windows(loaded.tokenizer, "test")[: f.text_limit]
+        nlls = text_nlls(model, windows, candidate, f.batch_size or 4)
+        nats = [float(nll[window.scored :].mean()) for window, nll in zip(windows, nlls, strict=True)]
+        scores[TEXT] = {"metric": "nats a token", "scores": [[value] for value in nats]}
+    return {"targets": scores}
+
+
+def compare(ours: Float[np.ndarray, "Q S"], baseline: Float[np.ndarray, "Q S"]) -> dict[str, Any]:
+    """Ours - baseline over the same questions: mean, standard error, p of the paired permutation test, by position."""
+    difference = ours - baseline
+    return {
+        "baseline": float(baseline.mean()),
+        "found": float(ours.mean()),
+        "difference": float(difference.mean()),
+        "standard_error": standard_error(difference) if len(difference) > 1 else None,
+        "p": paired_permutation_test(ours, baseline),
+        "by_position": difference.mean(axis=0).tolist(),
+    }
+
+
+def resampled(factors: LayerFactors, num_layers: int) -> LayerFactors:
+    """The factors at another depth: unit by unit a line through the points (l / (L - 1), factor of layer l)."""
+    if factors.num_layers == num_layers:
+        return factors
+    units = factors.factors.reshape(factors.num_layers, -1)
+    here, there = np.linspace(0, 1, factors.num_layers), np.linspace(0, 1, num_layers)
+    new = np.stack([np.interp(there, here, unit) for unit in units.T], axis=1)
+    return replace(factors, factors=new.reshape(num_layers, *factors.factors.shape[1:]), curve=None)
+
+
+def fitted(factors: LayerFactors, config: LlamaConfig, where: str) -> LayerFactors:
+    """The factors as a model of `config` can take them. Raises UserError where KV groups or bands do not fit."""
+    layers = config.num_layers
+    return resampled(factors, layers).for_model(layers, config.num_kv_heads, config.rotary_dim, where)
+
+
+def load_cell(path: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The record of a finished cell. Raises UserError where its settings were others."""
+    record, wanted = read_json(path), dict(settings)
+    if record["settings"] != wanted:
+        name = next(name for name in sorted(wanted | record["settings"]) if record["settings"].get(name) != wanted.get(name))
+        raise UserError(
+            f"{path} was run with {name}={record['settings'].get(name)!r}, not {wanted.get(name)!r}; give the same flags or "
+            "another --output-path"
+        )
+    return record
+
+
+def settings_record(flags: TargetFlags, *which: str) -> dict[str, Any]:
+    """The flags as JSON but for those that say where and how to run, and those that name the cells (`which`)."""
+    left_out = {"output_path", "part", "batch_size", *which}
+    return json.loads(json.dumps({k: v for k, v in asdict(flags).items() if k not in left_out}, default=str))
+
+
+def show(figures: Mapping[str, Any], title: str) -> list[str]:
+    """Baseline, found, difference with its standard error, p: in points, of `TEXT` in nats a token."""
+    scale, digits = (1, 4) if title == TEXT else (100, 1)
+    baseline, found, difference = (scale * figures[name] for name in ("baseline", "found", "difference"))
+    error = "" if figures["standard_error"] is None else f" ± {scale * figures['standard_error']:.{digits}f}"
+    return [f"{baseline:.{digits}f}", f"{found:.{digits}f}", f"{difference:+.{digits}f}{error}", show_p(figures["p"])]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(TargetFlags):
+    """Which factors, on which models."""
+
+    factors: tuple[str, ...]
+    """NAME=PATH of a factors.json, each."""
+    models: tuple[str, ...] = ("smollm2-135m-instruct",)
+    """Names in models/zoo, folders in Hugging Face layout, .gguf files, or Hugging Face hub ids."""
+    output_path: Path = Path("runs/transfer")
+    """Folder of the cells, of tables.md and summary.json."""
+
+
+def main(s: Settings) -> None:
+    """Measure what is missing and write the table."""
+    found = dict(_named(s.factors))
+    used, targets = settings_record(s, "factors", "models"), targets_of(s)
+    paths = {
+        (model, name): s.output_path / f"{Path(model).name}_{name}.json" for model in s.models for name in (BASELINE, *found)
+    }
+    if len(set(paths.values())) < len(paths):
+        raise UserError("--models: two have the same file name; give their folders other names")
+    loaded: Loaded | None = None
+    for number, ((model, name), path) in enumerate(paths.items()):
+        if not in_part(number, s.part) or path.exists():
+            continue
+        print(f"== {name} on {model}", flush=True)
+        if loaded is None or loaded.identity["name"] != model:
+            loaded = load(model, s.dtype)
+        record: dict[str, Any] = {"settings": used, "model": loaded.identity, "factors": None, "note": "", **environment()}
+        try:
+            factors = None
+            if name != BASELINE:
+                factors = fitted(found[name], loaded.model.config, name)
+                if factors.num_layers != found[name].num_layers:
+                    record["note"] = f"resampled from {found[name].num_layers} layers"
+                record["factors"] = factors.factors.tolist()
+        except UserError as error:
+            record |= {"targets": {}, "note": f"not measured: {error}"}
+        else:
+            record |= measure(s, targets, loaded, Candidate(name, factors))
+        s.output_path.mkdir(parents=True, exist_ok=True)
+        write_json(path, record)
+    if s.part != "0/1":
+        raise SystemExit(f"part {s.part} is done; when all are, the same command without --part writes the tables")
+    records = {cell: load_cell(path, used) for cell, path in paths.items()}
+    _check_factors(records, found)
+    rows, summary = [], []
+    for (model, name), record in records.items():
+        if name == BASELINE:
+            continue
+        if not record["targets"]:
+            rows.append([name, Path(model).name, record["note"], *["-"] * 5])
+        for title, ours in record["targets"].items():
+            baseline = records[model, BASELINE]["targets"][title]
+            figures = compare(np.array(ours["scores"], float), np.array(baseline["scores"], float))
+            by_position = "-" if title == TEXT else " ".join(f"{100 * value:+.1f}" for value in figures["by_position"])
+            what = f"{title} ({record['note']})" if record["note"] else title
+            rows.append([name, Path(model).name, what, *show(figures, title), by_position])
+            summary.append({"factors": name, "model": model, "target": title, "note": record["note"], **figures})
+    header = ["factors", "model", "target", "baseline", "found", "found - baseline", "p", "by position"]
+    about = (
+        f"{s.test_limit} held-out questions a target; accuracy in percent (kv and needle: prefix; mdqa: substring of generated "
+        f"text), differences in points, at positions {' '.join(map(str, s.positions))} %; text in nats a token, where less is "
+        "better. p: paired permutation over questions (windows of text), not corrected for the number of rows.\n"
+    )
+    write_tables(
+        GridFlags(output_path=s.output_path),
+        "Transfer of found factors",
+        [about, markdown_table(header, rows)],
+        {"settings": used, "pairs": summary},
+    )
+
+
+def _scores(outcome: Outcome) -> dict[str, Any]:
+    record = {"metric": outcome.metric, "scores": outcome.main.tolist()}
+    if outcome.log_likelihood is not None:
+        record["log_likelihood"] = float(outcome.log_likelihood.mean())
+    return record
+
+
+def _named(factors: Sequence[str]) -> Iterator[tuple[str, LayerFactors]]:
+    seen = {BASELINE}
+    for entry in factors:
+        name, equals, path = entry.partition("=")
+        if not equals or not name or "/" in name:
+            raise UserError(f"--factors {entry!r}: give NAME=PATH, a name for the table and the factors.json of a search")
+        if name in seen:
+            raise UserError(f"--factors: the name {name!r} stands there twice, or is the baseline's; give another")
+        seen.add(name)
+        yield name, LayerFactors.load(path)
+
+
+def _check_factors(records: Mapping[tuple[str, str], Mapping[str, Any]], found: Mapping[str, LayerFactors]) -> None:
+    """A name in the folder stands for the factors that were measured under it, and no others."""
+    for (_, name), record in records.items():
+        if name != BASELINE and record["factors"] is not None:
+            now = resampled(found[name], len(record["factors"])).factors
+            if not np.array_equal(now, np.array(record["factors"])):
+                raise UserError(f"--factors {name}: other factors were measured under this name; give it another name")
+
+
+if __name__ == "__main__":
+    run_script(Settings, main, __doc__)

@@ -1,0 +1,368 @@
+"""Compare LPES with its rivals: accuracy by position, what it costs, and whether a difference is more than chance.
+
+Examples:
+  python -m lpes_jax.compare --num-pairs 36 --key-length 8 --methods baseline uniform ntk_by_base --output-path OUT
+      three methods on the bundled model
+  python -m lpes_jax.compare --model DIR --num-pairs 50 --methods all --factors RUN/factors.json --output-path OUT
+      all, LPES with the factors that a search found
+  python -m lpes_jax.compare --model DIR --task mdqa --data nq-open-oracle.jsonl.gz --distractors random --factors FILE
+      the same on multi-document questions
+
+A method with settings of its own is tuned: of at most --budget settings the one with the best accuracy on --limit search
+questions is measured on --test-limit others, which all methods share. What a method costs is measured in this process, on
+the same prompts: the median of --repeats rounds, in which all methods take turns, and the memory that its program needs
+beside weights and prompts.
+
+OUT gets results.json, results.md, samples.jsonl and the picture positions.{png,svg}.
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from lpes_jax.cli import run_verb
+from lpes_jax.errors import UserError
+from lpes_jax.evaluation import BASELINE, Candidate, default_metrics, evaluate, results_record, rows, slots_of, write_samples
+from lpes_jax.factors import LayerFactors, write_json
+from lpes_jax.methods import Maker
+from lpes_jax.methods.attention_buckets import BASES, attention_buckets
+from lpes_jax.methods.moice import Router, moice, train_router
+from lpes_jax.methods.ms_poe import ms_poe
+from lpes_jax.methods.self_extend import self_extend
+from lpes_jax.methods.tables import dynamic_ntk, lpes, mean_of, ntk_by_base, position_interpolation, yarn
+from lpes_jax.models.llama import Loaded, load
+from lpes_jax.models.llama.method import Method, of_table
+from lpes_jax.models.llama.model import Llama
+from lpes_jax.report.plots import u_curve
+from lpes_jax.report.progress import SearchProgress
+from lpes_jax.report.tables import console, markdown, position_table
+from lpes_jax.scoring import Batch, OptionScorer, Scorer, batch_scores, pack_rows
+from lpes_jax.search.plain_text import text_windows
+from lpes_jax.statistics import holm
+from lpes_jax.tasks.flags import TaskFlags, task_of, title_of
+from lpes_jax.tasks.prompts import EncodedPrompt, Overlength, encode, fit, option_prompts
+
+NAMES = (
+    "baseline",
+    "uniform",
+    "pi",
+    "dynamic_ntk",
+    "ntk_by_base",
+    "yarn",
+    "attention_buckets",
+    "ms_poe",
+    "moice",
+    "self_extend",
+    "lpes",
+)
+_TIMED_PROMPTS = 8
+
+
+@dataclass(frozen=True)
+class CompareSettings(TaskFlags):
+    """What to compare, on what."""
+
+    model: str = "tiny-retriever"
+    """A name in models/zoo, a folder in Hugging Face layout, a .gguf file, or a Hugging Face hub id."""
+    output_path: Path = Path("runs/compare")
+    """Folder of the results."""
+    methods: tuple[str, ...] = ("all",)
+    """baseline, uniform, pi, dynamic_ntk, ntk_by_base, yarn, attention_buckets, ms_poe, moice, self_extend, lpes; or all."""
+    factors: Path | None = None
+    """factors.json of a search: LPES, and PI as their mean."""
+    router: Path | None = None
+    """moice: a router that was trained before (default: one is trained, on --text)."""
+    text: Path | None = None
+    """moice: text to train the router on, best instructions with answers (default: text that the model writes)."""
+    router_steps: int = 7
+    """moice: steps of that training."""
+    router_batch: int = 128
+    """moice: windows of 512 tokens a step."""
+
+    positions: tuple[int, ...] = (0, 25, 50, 75, 100)
+    """Positions of the fact, in percent."""
+    limit: int = 50
+    """Search questions that settings are tuned on."""
+    test_limit: int = 200
+    """Other questions, which the methods are measured on."""
+    budget: int = 16
+    """Settings that may be tried for a method."""
+    repeats: int = 20
+    """Rounds of the timing."""
+    metrics: tuple[str, ...] = ()
+    """As evaluate's."""
+    max_new_tokens: int | None = None
+    """Tokens to generate, where something is (default: the task's)."""
+    overlength: Overlength = "error"
+    """What becomes of questions too long for the model's window: skip leaves them out at every position, and counts them."""
+    seed: int = 0
+    """Seed of the examples."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """auto: bfloat16 on a GPU, float32 on a CPU."""
+    batch_size: int | None = None
+    """Prompts a forward pass (default: chosen from the memory)."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A setting of a method, and the method with it; no maker: the model as it is."""
+
+    setting: str
+    maker: Maker | None
+
+
+def run_comparison(settings: CompareSettings) -> dict[str, Any]:
+    """Tune, measure, time; write the folder and print the table. Returns `results.json`.
+
+    Raises UserError where the settings, the model or the data cannot be used, or a method that was named cannot be had.
+    """
+    started = time.time()
+    names = _names(settings)
+    task = task_of(settings, max_new_tokens=settings.max_new_tokens)
+    if settings.task == "perplexity":
+        raise UserError("--task perplexity has no positions to compare; use evaluate")
+    searched = task.examples("search", settings.limit, settings.seed)
+    held_out = task.examples("test", settings.test_limit, settings.seed)
+    found = None if settings.factors is None else LayerFactors.load(settings.factors)
+    loaded = load(settings.model, settings.dtype)
+    places = slots_of(task, settings.positions if task.num_items > 1 else (0,))
+    config, refused = loaded.model.config, {}
+    choices: dict[str, list[Choice]] = {}
+    for name in names:
+        try:
+            choices[name] = _choices(name, settings, loaded, found)
+            for choice in choices[name]:
+                if choice.maker is not None:
+                    choice.maker(config, config.max_position_embeddings)
+        except UserError as error:
+            if settings.methods != ("all",):
+                raise
+            choices.pop(name, None)
+            refused[name] = str(error)
+    with SearchProgress(len(choices) * len(held_out) * len(places)) as progress:
+        scorer = _scorer(settings, loaded, task, searched, places)
+        tuned: dict[str, dict[str, Any]] = {}
+        for name, of_method in choices.items():
+            progress.note(f"tuning {name}")
+            tuned[name] = _tune(scorer, of_method, config)
+        candidates = [Candidate(name, method=choices[name][it["chosen"]].maker) for name, it in tuned.items()]
+        progress.note("measuring on held-out questions")
+        outcomes = evaluate(
+            loaded.model,
+            loaded.tokenizer,
+            task,
+            held_out,
+            places,
+            candidates,
+            metrics=settings.metrics or default_metrics(task)[:1],
+            max_new_tokens=settings.max_new_tokens,
+            stop_ids=loaded.stop_ids,
+            overlength=settings.overlength,
+            batch_size=settings.batch_size,
+            on_prompts=progress.prompts,
+        )
+        progress.note("timing")
+        costs = _costs(loaded, outcomes[0].prompts[:_TIMED_PROMPTS], candidates, settings.repeats)
+    config_record = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(settings).items()}
+    record = results_record(task, outcomes, places, config_record | {"model_identity": loaded.identity}, started)
+    corrected = holm([figures.get("p_against_baseline,none") for figures in record["methods"].values()])
+    for (name, figures), p in zip(record["methods"].items(), corrected, strict=True):
+        figures |= {
+            "p_holm,none": p,
+            "setting": choices[name][tuned[name]["chosen"]].setting,
+            "tuning": tuned[name],
+            **costs[name],
+        }
+    record["refused"] = refused
+    _write(settings, loaded, title_of(settings, task), outcomes, places, record)
+    return record
+
+
+def _names(settings: CompareSettings) -> tuple[str, ...]:
+    for name, least in (("limit", 1), ("test_limit", 1), ("budget", 1), ("repeats", 1), ("router_steps", 1)):
+        if getattr(settings, name) < least:
+            raise UserError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(settings, name)}")
+    if settings.methods == ("all",):
+        return NAMES
+    if unknown := [name for name in settings.methods if name not in NAMES]:
+        raise UserError(f"--methods {unknown[0]!r} is not known; the methods are: all, {', '.join(NAMES)}")
+    return tuple(dict.fromkeys((BASELINE, *settings.methods)))
+
+
+def _choices(name: str, settings: CompareSettings, loaded: Loaded, found: LayerFactors | None) -> list[Choice]:
+    """The settings to try of a method. Raises UserError for a method that lacks what it needs."""
+    config, budget = loaded.model.config, settings.budget
+
+    def of_factors(make: Callable[[float], Maker], low: float, high: float) -> list[Choice]:
+        return [Choice(f"factor {factor:g}", make(factor)) for factor in np.linspace(low, high, budget).round(4).tolist()]
+
+    if name == BASELINE:
+        return [Choice("", None)]
+    if name == "uniform":
+        return of_factors(position_interpolation, 0.5, 2.0)
+    if name in ("pi", "lpes"):
+        if found is None:
+            raise UserError(f"--methods {name} needs --factors, the factors.json of a search")
+        return [Choice(str(settings.factors), mean_of(found) if name == "pi" else lpes(found))]
+    if name == "dynamic_ntk":
+        return [Choice("factor 2", dynamic_ntk(2.0))]  # inside the window no factor has any effect
+    if name == "ntk_by_base":
+        return of_factors(ntk_by_base, 1.0, 4.0)
+    if name == "yarn":
+        return of_factors(yarn, 1.0, 4.0)
+    if name == "attention_buckets":
+        kinds = [(bases, mix) for bases in BASES for mix in ("logits", "probabilities")][:budget]
+        return [Choice(f"{bases}, {mix}", attention_buckets(bases, mix=mix)) for bases, mix in kinds]
+    if name == "ms_poe":
+        modes: tuple[Literal["paper", "original", "fixed"], ...] = ("paper", "fixed")
+        if config.num_heads == config.num_kv_heads:
+            modes = ("paper", "original", "fixed")
+        return [Choice(mode, ms_poe(mode)) for mode in modes[:budget]]
+    if name == "self_extend":
+        sizes = [(group, window) for window in (128, 256, 512, 1024) for group in (2, 4, 8)][:budget]
+        return [Choice(f"group {group}, window {window}", self_extend(group, window)) for group, window in sizes]
+    if settings.router is not None:
+        return [Choice(str(settings.router), moice(Router.load(settings.router)))]
+    length = min(512, config.max_position_embeddings)
+    windows = text_windows(settings.text, loaded.model, loaded.tokenizer, settings.seed, length)
+    router, _ = train_router(
+        loaded.model, windows, steps=settings.router_steps, batch=settings.router_batch, seed=settings.seed
+    )
+    learnt = "text that the model wrote" if settings.text is None else settings.text.name
+    return [Choice(f"router trained on {learnt}", moice(router))]
+
+
+def _scorer(
+    settings: CompareSettings, loaded: Loaded, task: Any, examples: Sequence[Any], places: Sequence[tuple[int, int]]
+) -> Scorer | OptionScorer | None:
+    """What tunes settings; None where the task has no short answers to expect: then the first setting is taken."""
+    window = loaded.model.config.max_position_embeddings
+    prompts = fit(
+        [task.prompt(example, *place) for example in examples for place in places],
+        loaded.tokenizer,
+        window,
+        max_prompt_tokens=task.max_prompt_tokens,
+        overlength=settings.overlength,
+    ).prompts
+    if task.decided_by == "options":
+        return OptionScorer(loaded.model, loaded.tokenizer, prompts, batch_size=settings.batch_size)
+    if not prompts or not all(prompt.answers for prompt in prompts):
+        return None
+    return Scorer(loaded.model, encode(prompts, loaded.tokenizer, window), batch_size=settings.batch_size)
+
+
+def _tune(scorer: Scorer | OptionScorer | None, choices: Sequence[Choice], config: Any) -> dict[str, Any]:
+    """The index of the best setting, by accuracy and then by likelihood on the search questions, and how all did."""
+    if scorer is None or len(choices) == 1:
+        return {"chosen": 0, "tried": []}
+    tried = []
+    for choice in choices:
+        assert choice.maker is not None
+        correct, log_likelihood = scorer.of_method(choice.maker(config, scorer.longest))
+        means = float(correct.mean()), float(log_likelihood.mean())
+        tried.append({"setting": choice.setting, "accuracy": means[0], "log_likelihood": means[1]})
+    best = max(range(len(tried)), key=lambda at: (tried[at]["accuracy"], tried[at]["log_likelihood"]))
+    return {"chosen": best, "tried": tried}
+
+
+def _costs(
+    loaded: Loaded, prompts: Sequence[Any], candidates: Sequence[Candidate], repeats: int
+) -> dict[str, dict[str, float | None]]:
+    """Of each method: passes a token, seconds a prompt (scored, with its answer), and the memory of its program in bytes."""
+    model = loaded.model
+    asked = option_prompts(prompts) if prompts[0].options else prompts
+    if all(prompt.answers for prompt in asked):
+        encoded = encode(asked, loaded.tokenizer, model.config.max_position_embeddings)
+    else:  # long answers: the prompt alone is timed
+        ids = [loaded.tokenizer(prompt.text, add_special_tokens=True)["input_ids"] for prompt in asked]
+        encoded = [EncodedPrompt(of_prompt[:-1], [of_prompt[-1:]]) for of_prompt in ids]
+    batch = pack_rows([(prompt.ids, prompt.answers[0]) for prompt in encoded])
+    programs = {}
+    for candidate in candidates:
+        method = of_table(model.config.rope_table(batch.tokens.shape[1]))
+        if candidate.method is not None:
+            method = candidate.method(model.config, batch.tokens.shape[1])
+        programs[candidate.name] = method, *_compiled(model, batch, method)
+    seconds: dict[str, list[float]] = {name: [] for name in programs}
+    for _ in range(repeats + 1):
+        for name, (_, program, leaves) in programs.items():
+            begun = time.perf_counter()
+            jax.block_until_ready(program(*leaves))
+            seconds[name].append(time.perf_counter() - begun)
+    costs: dict[str, dict[str, float | None]] = {}
+    for name, (method, program, _) in programs.items():
+        memory = program.memory_analysis()
+        costs[name] = {
+            "passes_per_token": method.passes,
+            "seconds_per_prompt": statistics.median(seconds[name][1:]) / len(encoded),
+            "seconds_against_baseline": statistics.median(seconds[name][1:]) / statistics.median(seconds[BASELINE][1:]),
+            "program_memory_bytes": None if memory is None else float(memory.temp_size_in_bytes),
+        }
+    return costs
+
+
+def _compiled(model: Llama, batch: Batch, method: Method) -> tuple[Any, list[Any]]:
+    """The compiled program of a method, and its arguments: the leaves of all three."""
+    leaves, structure = jax.tree.flatten((model, batch, method))
+
+    def scores(*leaves: Any) -> Any:
+        return batch_scores(*jax.tree.unflatten(structure, leaves))
+
+    return jax.jit(scores).lower(*leaves).compile(), leaves
+
+
+def _write(
+    settings: CompareSettings,
+    loaded: Loaded,
+    what: str,
+    outcomes: Sequence[Any],
+    places: Sequence[tuple[int, int]],
+    record: dict[str, Any],
+) -> None:
+    folder = settings.output_path
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output-path {folder}: cannot be written ({error.strerror})") from error
+    positions = [position for _, position in places]
+    title = f"{loaded.identity['name']}, {what}, {len(outcomes[0].main)} held-out questions"
+    write_samples(folder / "samples.jsonl", outcomes)
+    write_json(folder / "results.json", record)
+    curves = {outcome.candidate.name: (outcome.main.mean(axis=0).tolist(), len(outcome.main)) for outcome in outcomes}
+    u_curve(folder / "positions", positions, curves, title)
+    lines = ["| method | passes a token | ms a prompt | against baseline | memory (MiB) | p (Holm) | setting |"]
+    lines.append("| --- | ---: | ---: | ---: | ---: | ---: | --- |")
+    for name, it in record["methods"].items():
+        memory = "-" if it["program_memory_bytes"] is None else f"{it['program_memory_bytes'] / 2**20:.0f}"
+        p = "-" if it["p_holm,none"] is None else f"{it['p_holm,none']:.3f}"
+        cost = f"{1000 * it['seconds_per_prompt']:.2f} | {it['seconds_against_baseline']:.2f}"
+        lines.append(f"| {name} | {it['passes_per_token']:g} | {cost} | {memory} | {p} | {it['setting'] or '-'} |")
+    lines += [f"\n{name}: left out. {reason}" for name, reason in record["refused"].items()]
+    table_rows, costs = rows(outcomes), "\n".join(lines)
+    (folder / "results.md").write_text(f"{title}\n\n{markdown(table_rows, positions)}\n\n{costs}\n", encoding="utf-8")
+    out = console()
+    out.print(position_table(table_rows, positions, title))
+    out.print(costs, highlight=False, soft_wrap=True, markup=False)
+    out.print(
+        f"p is against the baseline, over questions; Holm's takes all {len(outcomes) - 1} comparisons together. "
+        f"results: {folder}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The verb; returns the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    return run_verb(CompareSettings(), run_comparison, __doc__ or "", arguments, "compare")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

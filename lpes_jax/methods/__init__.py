@@ -1,0 +1,25 @@
+"""LPES and its rivals. A method is a function of its own settings; it returns a `Maker`, which fits it to a model and a length.
+
+    method                        what                                        passes a token   source
+    tables.position_interpolation one factor for all layers (also `uniform`)  1                Chen et al., arXiv 2306.15595
+    tables.mean_of                that, the mean of found factors             1                LPES paper, section 4
+    tables.dynamic_ntk            a base that grows beyond the window         1                transformers, RoPE type `dynamic`
+    tables.ntk_by_base            a larger base at every length               1                "NTK-aware" scaling
+    tables.yarn                   a factor by frequency, and a temperature    1                Peng et al., arXiv 2309.00071
+    tables.lpes                   a factor for each layer                     1                the LPES paper, Eq. 2 to 6
+    attention_buckets             a pass for each base, outputs mixed         one a base       Chen et al., arXiv 2312.04455
+    ms_poe                        a factor for each head                      1                Zhang et al., arXiv 2403.04797
+    moice                         bases mixed in each head by a router        1                Lin et al., arXiv 2406.19598
+    self_extend                   far keys at coarser positions               1                Jin et al., arXiv 2401.01325
+
+What a maker gives, scores and generates as the plain model does: `scoring.batch_scores`, `generate_ids`, `token_nll` take it.
+Settings that no model could use raise UserError in the function, those that the given model can't use in the maker.
+"""
+
+from collections.abc import Callable
+
+from lpes_jax.models.llama.config import LlamaConfig
+from lpes_jax.models.llama.method import Method
+
+Maker = Callable[[LlamaConfig, int], Method]
+"""(config, length) -> method; `length` is that of the longest text of the call in tokens, prompt and answer together."""

@@ -1,0 +1,149 @@
+"""Attention Buckets (Chen et al., arXiv 2312.04455; code in DAMO-ConvAI/attention-buckets): a pass for each of several bases.
+
+RoPE lets attention rise and fall with distance, in waves that the base sets. Runs with several bases have their troughs in
+several places. They share the tokens and nothing else; at each position, run j gives logits z_j, and a confidence c_j:
+
+    w = softmax over the runs of c        merged = sum_j w_j z_j
+
+The released code takes the largest raw logit as c (`max_logit`) and mixes logits, in float32; those are the defaults. The
+paper speaks of output distributions, weighted by confidence: `max_probability` and `probabilities` (the log of the mixed ones,
+so that they are logits again). Where we differ: all runs are one program with an axis more, over a batch of prompts; tables are
+made once and not at each step; every position of a text can be read, not the last alone, so that perplexity exists; and bases
+are relative to the model's own theta unless told otherwise, for theirs were chosen for one of 10000.
+
+Letters: n runs, B batch, A positions that are read, V vocabulary, D head dim, M distances.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from lpes_jax.errors import UserError
+from lpes_jax.methods import Maker
+from lpes_jax.models.llama.config import LlamaConfig
+from lpes_jax.models.llama.method import Method
+
+BASES = {
+    "rag": (10_000.0, 13_000.0, 16_000.0, 19_000.0, 22_000.0, 25_000.0, 28_000.0),
+    "tool": (10_000.0, 17_500.0, 18_000.0, 19_000.0, 20_000.0, 25_000.0),
+}
+WEIGHTS = ("max_logit", "max_probability")
+MIXES = ("logits", "probabilities")
+
+
+def attention_buckets(
+    bases: str | Sequence[float] = "rag", relative: bool = True, weights: str = "max_logit", mix: str = "logits"
+) -> Maker:
+    """The mixture of the model's outputs under each of `bases`: a set of `BASES`, or numbers.
+
+    `relative`: a base of 10000 means the model's own theta. A RoPE type of the model's stays as it is, around another theta.
+    Memory and time are those of as many plain passes as there are bases; each has a KV cache.
+    """
+    if isinstance(bases, str) and bases not in BASES:
+        raise UserError(f"Attention Buckets: bases {bases!r:.60} is not one of {', '.join(BASES)}, nor a list of numbers")
+    numbers = BASES[bases] if isinstance(bases, str) else tuple(bases)
+    if not numbers or not all(1 < base < math.inf for base in numbers):
+        raise UserError(f"Attention Buckets: bases must be one or more numbers above 1, got {list(numbers)!r:.60}")
+    for name, value, admitted in (("weights", weights, WEIGHTS), ("mix", mix, MIXES)):
+        if value not in admitted:
+            raise UserError(f"Attention Buckets: {name}={value!r:.60} is not one of {', '.join(admitted)}")
+
+    def make(config: LlamaConfig, length: int) -> Method:
+        thetas = [base * config.rope.rope_theta / 10_000 if relative else float(base) for base in numbers]
+        if min(thetas) <= 1:
+            raise UserError(f"Attention Buckets: a base of {min(numbers)} gives a theta of {min(thetas)}; it must be above 1")
+        ropes = [replace(config.rope, rope_theta=theta) for theta in thetas]
+        tables = [replace(config, rope=rope).rope_table(length) for rope in ropes]
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *tables)
+        return Method(stacked, merge=Merge(weights, mix), passes=float(len(tables)))
+
+    return make
+
+
+@dataclass(frozen=True)
+class Merge:
+    """`Method.merge`; equal ones are one to `jax.jit`."""
+
+    weights: str
+    mix: str
+
+    def __call__(self, logits: Float[Array, "n B A V"]) -> Float[Array, "B A V"]:
+        log_probabilities = jax.nn.log_softmax(logits)
+        confidence = logits.max(-1) if self.weights == "max_logit" else jnp.exp(log_probabilities.max(-1))
+        if self.mix == "logits":
+            return (jax.nn.softmax(confidence, axis=0)[..., None] * logits).sum(0)
+        return jax.nn.logsumexp(jax.nn.log_softmax(confidence, axis=0)[..., None] + log_probabilities, axis=0)
+
+
+def wave(base: float, head_dim: int, distances: Int[np.ndarray, "M"]) -> Float[np.ndarray, "M"]:
+    """q . k / sqrt(D) of a query and a key of ones, by their distance in tokens: 2 / sqrt(D) sum_i cos(m base^(-2i/D))."""
+    inv_freq = base ** (-np.arange(0, head_dim, 2) / head_dim)
+    return 2 / math.sqrt(head_dim) * np.cos(distances[:, None] * inv_freq).sum(-1)
+
+
+def choose_bases(
+    theta: float,
+    head_dim: int,
+    count: int = 6,
+    distances: tuple[int, int] = (1000, 4090),
+    candidates: Sequence[float] | None = None,
+    tolerance: int = 3,
+) -> list[float]:
+    """The offline search for bases, which asks no model: theta, then base after base that fills troughs of those before.
+
+    Of `candidates` (theta to 3 theta in steps of theta / 20), the one is taken that has most pairs of a peak of its wave and
+    an uncovered trough of the chosen at most `tolerance` tokens apart; of equals the one with the smallest mean squared
+    distance of such pairs, then the smallest base. A trough is covered when a peak of a chosen base is as near. `distances`
+    are the first and last that are looked at, in tokens; a wave has six peaks and six troughs. Where no candidate covers
+    anything more, fewer than `count` bases come back. `attention_buckets(..., relative=False)` takes the result.
+
+    Peaks and troughs are those of the released code. That also counts troughs on peaks, takes as covered only what coincides
+    to the token, and starts from bases set by hand (10000, 18000, 19000). From 10000 alone neither gives the published sets.
+    """
+    if not (theta > 1 and count >= 1 and 0 <= distances[0] < distances[1] and tolerance >= 0 and head_dim >= 2):
+        raise UserError("Attention Buckets: the search needs theta > 1, count >= 1, tolerance >= 0, distances (first, last)")
+    at = np.arange(distances[0], distances[1] + 1)
+    steps = [theta * step / 20 for step in range(20, 61)] if candidates is None else [float(base) for base in candidates]
+    waves = {base: wave(base, head_dim, at) for base in (theta, *steps)}
+    peaks = {base: at[peaks_of(values)] for base, values in waves.items()}
+    troughs = {base: at[troughs_of(values)] for base, values in waves.items()}
+    chosen = [float(theta)]
+    while len(chosen) < count:
+        filled = np.concatenate([peaks[base] for base in chosen])
+        open_troughs = np.concatenate([troughs[base] for base in chosen])
+        open_troughs = open_troughs[(np.abs(open_troughs[:, None] - filled) > tolerance).all(-1)]
+
+        def hits(base: float, wanted: np.ndarray = open_troughs) -> Int[np.ndarray, "pairs"]:
+            apart = np.abs(peaks[base][:, None] - wanted)
+            return apart[apart <= tolerance]
+
+        found = {base: near for base in waves if base not in chosen and len(near := hits(base))}
+        if not found:
+            break
+        chosen.append(min(found, key=lambda base: (-len(found[base]), np.mean(found[base] ** 2), base)))
+    return sorted(chosen)
+
+
+def peaks_of(values: Float[np.ndarray, "M"]) -> Int[np.ndarray, "peaks"]:
+    """Indices of the highest local maximum, and on from there of the highest of those 51 to 550 further on: six at most."""
+    maxima = 1 + np.flatnonzero((values[1:-1] > values[:-2]) & (values[1:-1] > values[2:]))
+    found, ahead = [], maxima
+    while len(ahead) and len(found) < 6:
+        found.append(ahead[values[ahead].argmax()])
+        ahead = maxima[(maxima > found[-1] + 50) & (maxima <= found[-1] + 550)]
+    return np.array(found, int)
+
+
+def troughs_of(values: Float[np.ndarray, "M"]) -> Int[np.ndarray, "troughs"]:
+    """Indices of the lowest local minimum, and back from there of the lowest of those more than 60 before it: six at most."""
+    minima = 1 + np.flatnonzero((values[1:-1] < values[:-2]) & (values[1:-1] < values[2:]))
+    found, before = [], minima
+    while len(before) and len(found) < 6:
+        found.append(before[values[before].argmin()])
+        before = minima[minima < found[-1] - 60]
+    return np.array(found[::-1], int)

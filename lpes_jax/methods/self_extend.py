@@ -1,0 +1,135 @@
+"""Self-Extend (arXiv:2401.01325): near keys by their exact distance, far ones by the distance of groups of positions.
+
+A query at m meets a key at n
+
+    m - n < w    rotated by m - n, as ever: the neighbours, the query itself among them
+    else         by  m // g + w - w // g  -  n // g:  positions in groups of g, shifted so that the two regions meet
+
+and one softmax goes over both. So a text of T tokens needs distances of w + (T - w) / g at most: with the default g = 8 and
+w = 1024 a model of 4,096 trained positions reads about 25,000. Up to w tokens, and with g = 1, this is the plain model.
+
+The paper's algorithm and its code (datamllab/LongLM) do the same, the code for one prompt at a time; its eager version shifts
+by w - w / g, which is the same where g divides w. Its option to scale queries by the logarithm of the position is left out.
+
+A prompt of at most w tokens takes the model's own attention. A longer one is attended to a block of queries at a time, with the
+logits of its near and of all far keys side by side; cuDNN has no kernel for it, and none is used. In a decode step every cached
+key is rotated once, to where it stands as seen by the query.
+
+Letters: B batch, T queries, S keys, H heads, K key-value heads (G = H / K heads share one), D head dim.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from lpes_jax.errors import UserError
+from lpes_jax.methods import Maker
+from lpes_jax.models.llama.attention import cached_attention, causal_attention
+from lpes_jax.models.llama.config import LlamaConfig
+from lpes_jax.models.llama.method import Layer, Method, of_attention
+from lpes_jax.rope import cos_sin, rotate
+
+_BLOCK = 128  # queries whose logits are in memory together
+
+
+def self_extend(group: int = 8, window: int = 1024) -> Maker:
+    """Self-Extend with positions in groups of `group` beyond the last `window` keys. Raises UserError where one is below 1."""
+    for name, value in (("group", group), ("window", window)):
+        if value < 1:
+            raise UserError(f"Self-Extend: {name} must be at least 1, got {value}")
+
+    def make(config: LlamaConfig, length: int) -> Method:
+        return of_attention("Self-Extend", GroupedPositions(group, window), config, length)
+
+    return make
+
+
+@dataclass(frozen=True)
+class GroupedPositions:
+    """Attention over a window of exact distances and grouped ones beyond. It has no state."""
+
+    group: int
+    window: int
+
+    def prefill(
+        self,
+        layer: Layer,
+        q: Float[Array, "B T H D"],
+        k: Float[Array, "B T K D"],
+        v: Float[Array, "B T K D"],
+        lengths: Int[Array, "B"],
+    ) -> tuple[Float[Array, "B T H D"], None]:
+        """As `Attention`'s."""
+        positions = jnp.arange(q.shape[1])
+        near_q, near_k = _at(q, layer, positions), _at(k, layer, positions)
+        if q.shape[1] <= self.window:
+            return causal_attention(near_q, near_k, v), None
+        far_q, far_k = _at(q, layer, self._grouped(positions)), _at(k, layer, positions // self.group)
+        return two_regions(near_q, near_k, far_q, far_k, v, self.window), None
+
+    def decode(
+        self,
+        layer: Layer,
+        state: None,
+        q: Float[Array, "B 1 H D"],
+        k: Float[Array, "B S K D"],
+        v: Float[Array, "B S K D"],
+        positions: Int[Array, "B"],
+    ) -> Float[Array, "B 1 H D"]:
+        """As `Attention`'s."""
+        here, entries = positions[:, None], jnp.arange(k.shape[1])[None, :]
+        far = here - (self._grouped(here) - entries // self.group)
+        seen_at = jnp.where(here - entries < self.window, entries, far)
+        return cached_attention(_at(q, layer, here), _at(k, layer, seen_at), v, positions + 1)
+
+    def _grouped(self, queries: Int[Array, "*any"]) -> Int[Array, "*any"]:
+        return queries // self.group + self.window - self.window // self.group
+
+
+def two_regions(
+    near_q: Float[Array, "B T H D"],
+    near_k: Float[Array, "B T K D"],
+    far_q: Float[Array, "B T H D"],
+    far_k: Float[Array, "B T K D"],
+    v: Float[Array, "B T K D"],
+    window: int,
+) -> Float[Array, "B T H D"]:
+    """Causal attention whose logits are near_q near_k for the last `window` keys of a query, and far_q far_k before them."""
+    batch, length, heads, head_dim = near_q.shape
+    block = min(_BLOCK, length)
+    rows = block * -(-length // block)
+    wide = np.promote_types(v.dtype, jnp.float32)
+    einsum = partial(jnp.einsum, preferred_element_type=wide, precision=jax.lax.Precision.HIGHEST if v.dtype == wide else None)
+
+    def in_blocks(q: Array) -> Array:
+        q = jnp.pad(q, ((0, 0), (0, rows - length), (0, 0), (0, 0)))
+        return jnp.moveaxis(q.reshape(batch, -1, block, v.shape[2], heads // v.shape[2], head_dim), 1, 0)
+
+    # Room before the first key and behind the last, so that the near keys of every block are a slice of one size.
+    near_k, near_v = (jnp.pad(part, ((0, 0), (window - 1, rows - length), (0, 0), (0, 0))) for part in (near_k, v))
+
+    def attend(inputs: tuple[Array, Array, Array]) -> Array:
+        near_q, far_q, start = inputs
+        k_here, v_here = (jax.lax.dynamic_slice_in_dim(part, start, window - 1 + block, 1) for part in (near_k, near_v))
+        queries = start + jnp.arange(block)[:, None]
+        near_keys, far_keys = start - (window - 1) + jnp.arange(window - 1 + block), jnp.arange(length)
+        seen = jnp.concatenate(
+            [(near_keys >= 0) & (near_keys <= queries) & (near_keys > queries - window), far_keys <= queries - window], axis=1
+        )
+        logits = jnp.concatenate(
+            [einsum("btkgd,bskd->bkgts", near_q, k_here), einsum("btkgd,bskd->bkgts", far_q, far_k)], axis=-1
+        )
+        weights = jax.nn.softmax(jnp.where(seen, logits * (head_dim**-0.5), -jnp.inf), axis=-1).astype(v.dtype)
+        near, far = weights[..., : len(near_keys)], weights[..., len(near_keys) :]
+        return (einsum("bkgts,bskd->btkgd", near, v_here) + einsum("bkgts,bskd->btkgd", far, v)).astype(v.dtype)
+
+    out = jax.lax.map(attend, (in_blocks(near_q), in_blocks(far_q), jnp.arange(0, rows, block)))
+    return jnp.moveaxis(out, 0, 1).reshape(batch, rows, heads, head_dim)[:, :length]
+
+
+def _at(x: Float[Array, "B T heads D"], layer: Layer, positions: Int[Array, "*rows T"]) -> Float[Array, "B T heads D"]:
+    return rotate(x, *cos_sin(layer.inv_freq, layer.attention_scaling, positions))

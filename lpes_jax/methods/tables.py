@@ -1,0 +1,155 @@
+"""The methods that are one RoPE table: they cost what the plain model costs.
+
+Each starts from the model's own RoPE, theta and all. A table is made once for a call, for its longest text (`lpes_jax.rope`
+says why): no key is rotated by an older one. Where the model's RoPE has a type already, interpolation and LPES divide the
+frequencies that it gives; the other methods rebuild frequencies from theta, would undo what it was trained with, and refuse.
+"""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from lpes_jax.errors import UserError
+from lpes_jax.factors import LayerFactors
+from lpes_jax.methods import Maker
+from lpes_jax.models.llama.config import LlamaConfig
+from lpes_jax.models.llama.method import Method, of_table
+from lpes_jax.rope import RopeParameters
+
+BEYOND = ("linear", "dynamic")
+
+
+def position_interpolation(factor: float) -> Maker:
+    """Every position of every layer divided by `factor`: transformers' `linear`, bit for bit.
+
+    The paper (arXiv 2306.15595) fine-tunes a model with it for longer texts; here, as in the LPES paper, it is used untrained,
+    inside the window too.
+    """
+    _check_factor("position interpolation", factor)
+
+    def make(config: LlamaConfig, length: int) -> Method:
+        return of_table(config.rope_table(length, jnp.full(config.num_layers, factor, jnp.float32)))
+
+    return make
+
+
+uniform = position_interpolation  # the same table; its factor is tuned, on the examples that LPES is searched on
+
+
+def mean_of(factors: LayerFactors) -> Maker:
+    """Position interpolation by the mean of found factors: the LPES paper's PI baseline."""
+    interpolated = position_interpolation(float(np.mean(factors.factors)))
+
+    def make(config: LlamaConfig, length: int) -> Method:
+        _fitted("mean_of", factors, config)
+        return interpolated(config, length)
+
+    return make
+
+
+def dynamic_ntk(factor: float) -> Maker:
+    """theta' = theta (factor n/W - (factor - 1))^(R/(R-2)) for texts of n > W tokens, W the window; theta up to W.
+
+    transformers' `dynamic`. There n follows the text as it is generated while cached keys keep their old base; here n is the
+    longest text of the call, and all keys have one base. Inside the window the factor has no effect.
+    """
+    _check_factor("dynamic NTK", factor)
+
+    def make(config: LlamaConfig, length: int) -> Method:
+        return of_table(_with_rope("dynamic NTK", config, rope_type="dynamic", factor=factor).rope_table(length))
+
+    return make
+
+
+def ntk_by_base(factor: float) -> Maker:
+    """theta' = theta factor^(R/(R-2)) at every length: the lowest frequency is divided by `factor`, the highest kept.
+
+    "NTK-aware" scaling as it was first proposed (2023, for Llama without fine-tuning), before it was made dynamic.
+    """
+    _check_factor("NTK by base", factor)
+
+    def make(config: LlamaConfig, length: int) -> Method:
+        _check_default("NTK by base", config)
+        theta = config.rope.rope_theta * factor ** (config.rotary_dim / (config.rotary_dim - 2))
+        return of_table(_with_rope("NTK by base", config, rope_theta=theta).rope_table(length))
+
+    return make
+
+
+def yarn(
+    factor: float,
+    original_max_position_embeddings: int | None = None,
+    beta_fast: float = 32.0,
+    beta_slow: float = 1.0,
+) -> Maker:
+    """Frequencies that turn often in the window are kept, slow ones divided by `factor`, a ramp between; at every length.
+
+    cos and sin are multiplied by 0.1 ln(factor) + 1 (1 for factors up to 1). The window is the model's own unless
+    `original_max_position_embeddings` gives one, in tokens. The paper (arXiv 2309.00071) fine-tunes; here it is untrained.
+    transformers' `yarn`.
+    """
+    _check_factor("YaRN", factor)
+    settings = {"factor": factor, "beta_fast": beta_fast, "beta_slow": beta_slow}
+    if original_max_position_embeddings is not None:
+        settings["original_max_position_embeddings"] = original_max_position_embeddings
+    if not 0 < beta_slow < beta_fast < math.inf:
+        raise UserError(f"YaRN: beta_fast must be above beta_slow, and that above 0; got {beta_fast} and {beta_slow}")
+
+    def make(config: LlamaConfig, length: int) -> Method:
+        return of_table(_with_rope("YaRN", config, rope_type="yarn", **settings).rope_table(length))
+
+    return make
+
+
+def lpes(factors: LayerFactors, beyond: str | None = None, factor: float | None = None) -> Maker:
+    """The positions of layer l divided by its own factor (paper, Eq. 2), at every length.
+
+    Texts longer than the model's window W may be stretched as well: `beyond="linear"` divides all positions by `factor` once
+    more, `"dynamic"` takes the base of `dynamic_ntk(factor)` and divides by the layer's factor what that gives. (The authors'
+    code puts each layer's factor in the place of dynamic NTK's, where it does nothing up to W.)
+    """
+    if beyond is not None and beyond not in BEYOND:
+        raise UserError(f"LPES: beyond={beyond!r:.60} is not one of {', '.join(BEYOND)}")
+    if (beyond is None) != (factor is None):
+        raise UserError("LPES: beyond and factor go together; give both or neither")
+    if factor is not None:
+        _check_factor("LPES beyond the window", factor)
+
+    def make(config: LlamaConfig, length: int) -> Method:
+        found = _fitted("LPES", factors, config)
+        values = jnp.asarray(found.factors, jnp.float32)
+        if beyond == "linear" and length > config.max_position_embeddings:
+            values = values * jnp.asarray(factor, jnp.float32)
+        elif beyond == "dynamic":
+            config = _with_rope("LPES with dynamic NTK", config, rope_type="dynamic", factor=factor)
+        return of_table(config.rope_table(length, values, found.granularity))
+
+    return make
+
+
+def _with_rope(name: str, config: LlamaConfig, **keys: Any) -> LlamaConfig:
+    """The config with other `rope_parameters`, read as those of a checkpoint are."""
+    _check_default(name, config)
+    given = {"max_position_embeddings": config.max_position_embeddings, "rope_parameters": config.rope.to_hf() | keys}
+    return replace(config, rope=RopeParameters.from_hf(given, name))
+
+
+def _check_default(name: str, config: LlamaConfig) -> None:
+    if (kind := config.rope.rope_type) != "default":
+        raise UserError(
+            f"{name}: the model's RoPE is of type {kind!r} already, which this would undo; interpolation divides any RoPE"
+        )
+    if config.rotary_dim < 4:
+        raise UserError(f"{name}: needs at least 4 rotated elements of a head, the model has {config.rotary_dim}")
+
+
+def _check_factor(name: str, factor: float) -> None:
+    if not 0 < factor < math.inf:
+        raise UserError(f"{name}: the factor must be a number above 0, got {factor}")
+
+
+def _fitted(name: str, factors: LayerFactors, config: LlamaConfig) -> LayerFactors:
+    return factors.for_model(config.num_layers, config.num_kv_heads, config.head_dim, name)

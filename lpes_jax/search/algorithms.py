@@ -1,0 +1,248 @@
+"""The algorithms of `--algorithm`, driven: the paper's GA, any of evosax's, and gradient descent.
+
+Each has `individuals` (how many it will make at most, for the progress), `search_space` (sizes, for the record) and `run`,
+which leaves a line in the history for everything that it scores, `fitness.records`.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from lpes_jax.errors import UserError
+from lpes_jax.models.llama.model import Llama
+from lpes_jax.rope import RopeTable, scale_layers
+from lpes_jax.search.fitness import Fitness, rounded
+from lpes_jax.search.genetic import CROSSOVER, FAILED_CROSSOVER, INITIAL, MUTATION, Lineage, PaperGA
+from lpes_jax.search.gradient import Apply, Data, Look, Parameters, State, descend, initial_state, pack
+from lpes_jax.search.plain_text import text_windows
+from lpes_jax.search.settings import SearchSettings, genetic_settings, gradient_settings
+from lpes_jax.search.space import Space
+from lpes_jax.search.strategies import run_strategy, strategy
+from lpes_jax.tasks import prompts as task_prompts
+from lpes_jax.tasks.prompts import Prompt, Tokenizer
+
+OPERATORS = {INITIAL: "initial", MUTATION: "mutation", CROSSOVER: "crossover", FAILED_CROSSOVER: "crossover_failed"}
+Values = Callable[[Parameters], tuple[Float[Array, "C"], Float[Array, "C *units"]]]
+
+
+def make_algorithm(settings: SearchSettings, space: Space) -> "Genetic | Strategy | Gradient":
+    """What `--algorithm` names, for a space. Raises UserError for what it cannot do."""
+    if settings.algorithm == "ga":
+        return Genetic(settings, space)
+    return Gradient(settings, space) if settings.algorithm == "gradient" else Strategy(settings, space)
+
+
+class Genetic:
+    """Algorithm 1, by evosax's init, ask and tell."""
+
+    def __init__(self, settings: SearchSettings, space: Space):
+        self.settings, self.space = settings, space
+        self.ga = PaperGA(genetic_settings(settings, space))
+        self.individuals = self.ga.settings.population_size + settings.generations * self.ga.population_size
+        self.search_space = {name: size and str(size) for name, size in self.ga.settings.search_space().items()}
+        self._factors = jax.jit(jax.vmap(lambda points: space.factors(points[:, 0], points[:, 1])))
+
+    def run(self, model: Llama, tokenizer: Tokenizer, prompts: Sequence[Sequence[Prompt]], fitness: Fitness) -> None:
+        """Keys: one for the start, one for each generation's ask and tell."""
+        ga, key = self.ga, jax.random.key(self.settings.seed)
+        params = ga.default_params
+        genes, lineage = ga.initial_population(jax.random.fold_in(key, 0), params)
+        state = ga.init(jax.random.fold_in(key, 1), genes, -self._scores(0, genes, lineage, fitness), params)
+        for generation in range(1, self.settings.generations + 1):
+            key_ask, key_tell = jax.random.split(jax.random.fold_in(key, generation + 1))
+            genes, state = ga.ask(key_ask, state, params)
+            scores = self._scores(generation, genes, state.lineage, fitness)
+            state, _ = ga.tell(key_tell, genes, -scores, state, params)
+
+    def _scores(self, generation: int, genes: Float[Array, "P C 2"], lineage: Lineage, fitness: Fitness) -> Float[Array, "P"]:
+        points, origin = self.ga.recorded_points(genes), jax.tree.map(np.asarray, lineage)
+        drafts = [
+            {
+                "id": int(origin.ids[i]),
+                "generation": generation,
+                "operator": OPERATORS[int(origin.operator[i])],
+                "parents": [int(parent) for parent in origin.parents[i] if parent >= 0],
+                "cut": int(origin.cut[i]) if origin.cut[i] >= 0 else None,
+                "control_points": points[i].tolist(),
+            }
+            for i in range(len(points))
+        ]
+        factors = np.asarray(self._factors(jnp.asarray(points, jnp.float32)))
+        return jnp.asarray(fitness.generation(generation, self.settings.generations, drafts, factors), jnp.float32)
+
+
+class Strategy:
+    """One of evosax's algorithms, or random search, on the y of the control points."""
+
+    def __init__(self, settings: SearchSettings, space: Space):
+        ga = settings.population_size + settings.generations * (settings.mutations + 2 * settings.crossovers)
+        self.individuals = settings.max_evaluations or ga
+        self.settings, self.space, self.search_space = replace(settings, max_evaluations=self.individuals), space, None
+        start = space.y.ravel().astype(np.float32)
+        self.strategy = strategy(settings.algorithm, start, space.low, space.high, settings.population_size)
+        self._factors = jax.jit(jax.vmap(lambda y: space.factors(space.x.astype(np.float32), y.reshape(space.y.shape))))
+
+    def run(self, model: Llama, tokenizer: Tokenizer, prompts: Sequence[Sequence[Prompt]], fitness: Fitness) -> None:
+        fitness.settings = self.settings
+        generations = math.ceil(self.individuals / self.settings.population_size)
+
+        def score(generation: int, genes: Float[np.ndarray, "P N"]) -> Float[np.ndarray, "P"]:
+            first = len(fitness.records)
+            drafts = [
+                {
+                    "id": first + i,
+                    "generation": generation,
+                    "operator": self.settings.algorithm,
+                    "control_points": _recorded(self.space, self.space.x, y.reshape(self.space.y.shape)),
+                }
+                for i, y in enumerate(genes.astype(np.float64))
+            ]
+            factors = np.asarray(self._factors(jnp.asarray(genes, jnp.float32)))
+            return fitness.generation(generation, generations, drafts, factors)
+
+        run_strategy(self.strategy, score, self.settings.seed, generations)
+
+
+class Gradient:
+    """Adam on -log p of the answers; a line of history for each look, and `state.npz` to go on from."""
+
+    individuals = 0
+    search_space = None
+
+    def __init__(self, settings: SearchSettings, space: Space):
+        self.settings, self.space = settings, space
+        self.gradient = gradient_settings(settings)
+        self.parameters, self.project, self.values = box_parameters(settings, space)
+
+    def run(self, model: Llama, tokenizer: Tokenizer, prompts: Sequence[Sequence[Prompt]], fitness: Fitness) -> None:
+        started = time.time()
+        train, held_back, longest = self._data(model, tokenizer, prompts, fitness)
+        apply = factors_applied(self.space, self.values, model.config.rope_table(longest))
+        folder = fitness.folder
+        resume = folder.load_state(initial_state(self.parameters, len(prompts)))
+        if resume is not None:
+            fitness.records = folder.keep(1 + math.ceil(resume.step / self.gradient.look_every))
+        else:
+            folder.keep(0)
+        space, values, stay_close = self.space, self.values, self.settings.stay_close
+
+        def penalty(parameters: Parameters) -> Float[Array, ""]:
+            return stay_close * jnp.square(space.factors(*values(parameters)) - 1).mean()
+
+        def on_look(look: Look, state: State) -> None:
+            x, y = (np.asarray(value, np.float64) for value in self.values(look.parameters))
+            record = {
+                "id": len(fitness.records),
+                "step": look.step,
+                "control_points": _recorded(self.space, x, y),
+                "factors": rounded(np.asarray(self.space.factors(x.astype(np.float32), y.astype(np.float32)))),
+                "fitness": -look.loss if look.allowed and math.isfinite(look.loss) else None,
+                "task_losses": look.task_losses,
+                "accuracies": look.accuracies,
+                "text_loss": None if math.isnan(look.text_loss) else look.text_loss,
+                "train_loss": None if math.isnan(look.train_loss) else look.train_loss,
+                "seconds": round(time.time() - started, 3),
+            }
+            fitness.records.append(record)
+            folder.append([record])
+            folder.save_state(state)
+            text = "" if record["text_loss"] is None else f", of text {look.text_loss:.4f}"
+            losses = " ".join(f"{loss:.3f}" for loss in look.task_losses)
+            fitness.progress.note(f"step {look.step}/{self.gradient.steps}  loss on held-back questions {losses}{text}")
+
+        descend(
+            model,
+            train,
+            held_back,
+            self.parameters,
+            apply,
+            self.gradient,
+            project=self.project,
+            penalty=penalty if stay_close else None,
+            seed=self.settings.seed,
+            resume=resume,
+            on_look=on_look,
+        )
+
+    def _data(
+        self, model: Llama, tokenizer: Tokenizer, prompts: Sequence[Sequence[Prompt]], fitness: Fitness
+    ) -> tuple[Data, Data, int]:
+        """What is learnt from, what is held back (the last questions and windows), and the tokens of the longest prompt."""
+        places, share = len(fitness.positions), self.gradient.validation_share
+        train, held_back, longest = [], [], 0
+        for of_task in prompts:
+            questions = len(of_task) // places
+            kept = math.ceil(share * questions)
+            if kept >= questions:
+                raise UserError(f"--limit {questions} leaves no question to learn from beside --validation-share; raise it")
+            encoded = task_prompts.encode(of_task, tokenizer, model.config.max_position_embeddings)
+            border = (questions - kept) * places
+            for part, data in ((encoded[:border], train), (encoded[border:], held_back)):
+                data.append(pack(part, list(fitness.weights) * (len(part) // places)))
+            longest = max(longest, *(len(prompt.ids) + max(map(len, prompt.answers)) for prompt in encoded))
+        text, kept_text = None, None
+        if self.settings.text_weight or self.settings.max_text_loss_rise is not None:
+            windows = jnp.asarray(
+                text_windows(self.settings.text, model, tokenizer, self.settings.seed, self.settings.text_window)
+            )
+            kept = math.ceil(share * len(windows))
+            if kept >= len(windows):
+                raise UserError("--text is too short to hold a part back; give more of it")
+            kept_text, longest = windows[::-1][:kept], max(longest, windows.shape[1])
+            text = windows[:-kept] if self.settings.text_weight else None
+        return Data(train, text), Data(held_back, kept_text), longest
+
+
+def box_parameters(settings: SearchSettings, space: Space) -> tuple[Parameters, Callable[[Parameters], Parameters], Values]:
+    """What Adam moves, what puts it back into the box, and the control points (x, y) that it stands for.
+
+    `clip`: y itself, clipped after each step. `sigmoid`: u with y = low + (high - low) sigmoid(u), which never leaves the box.
+    x, where it moves, is in units of the last layer.
+    """
+    last, low, high = max(len(space.layers) - 1.0, 1.0), space.low, space.high
+    y = jnp.asarray(space.y, jnp.float32)
+    if settings.box == "sigmoid":
+        share = jnp.clip((y - low) / (high - low), 0.01, 0.99)  # on the border no gradient would ever arrive
+        y = jnp.log(share / (1 - share))
+    parameters = {"y": y}
+    if settings.move_x:
+        if settings.curve not in ("bezier", "linear"):
+            raise UserError(f"--move-x: --curve {settings.curve} has no x to move; use bezier or linear")
+        parameters["x"] = jnp.asarray(space.x / last, jnp.float32)
+
+    def project(parameters: Parameters) -> Parameters:
+        moved = dict(parameters)
+        if settings.box == "clip":
+            moved["y"] = jnp.clip(moved["y"], low, high)
+        if "x" in moved:
+            moved["x"] = space.in_order(moved["x"] * last) / last
+        return moved
+
+    def values(parameters: Parameters) -> tuple[Float[Array, "C"], Float[Array, "C *units"]]:
+        y = parameters["y"]
+        if settings.box == "sigmoid":
+            y = low + (high - low) * jax.nn.sigmoid(y)
+        return parameters["x"] * last if "x" in parameters else jnp.asarray(space.x, y.dtype), y
+
+    return parameters, project, values
+
+
+def factors_applied(space: Space, values: Values, own: RopeTable) -> Apply:
+    """The model as it is, with `own`, its table, divided by the factors that the parameters stand for."""
+
+    def apply(model: Llama, parameters: Parameters) -> tuple[Llama, RopeTable]:
+        factors = space.factors(*values(parameters))
+        return model, RopeTable(scale_layers(own.inv_freq, factors, space.granularity), own.attention_scaling)
+
+    return apply
+
+
+def _recorded(space: Space, x: Float[np.ndarray, "C"], y: Float[np.ndarray, "C *units"]) -> list[list[float]] | None:
+    """Control points for the history; None where units of a layer have curves of their own."""
+    return np.round(np.stack([x, y], axis=1), 7).tolist() if y.ndim == 1 else None

@@ -1,0 +1,135 @@
+"""The experiments' harness: parts, resuming, tables; and that every script is importable and explains itself."""
+
+import importlib
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tyro
+
+from lpes_jax.errors import UserError
+from lpes_jax.factors import LayerFactors
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "experiments"))
+import grid  # noqa: E402
+import sensitivity  # noqa: E402
+import table07_control_points  # noqa: E402
+import table08_search_sets  # noqa: E402
+import table11_gradient_vs_ga as table11  # noqa: E402
+
+SCRIPTS = (
+    *sorted(path.stem for path in (ROOT / "experiments").glob("table*.py")),
+    *("population_size", "uniform_sweep", "layer_groups", "sensitivity"),
+)
+
+
+@pytest.mark.promotes
+def test_a_finished_cell_is_not_run_again(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    small = {"num_pairs": 2, "key_length": 2, "limit": 1, "test_limit": 1, "generations": 0, "population_size": 2}
+    flags = grid.GridFlags(output_path=tmp_path, model=str(model_folder), **small)
+    cells = {name: flags.search(curve=name, control_points=2, uniform_candidates=1) for name in ("linear", "bezier")}
+    with pytest.raises(SystemExit, match="part 1/2 is done"):
+        grid.run_grid(cells, replace(flags, part="1/2"))
+    assert [path.name for path in tmp_path.iterdir()] == ["bezier"]
+    first = (tmp_path / "bezier" / "results.json").read_bytes()
+    capsys.readouterr()
+    records = grid.run_grid(cells, flags)
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("==")] == ["== linear"]
+    assert (tmp_path / "bezier" / "results.json").read_bytes() == first and list(records) == ["linear", "bezier"]
+    record = records["linear"]
+    assert grid.scores(record).shape == (1, 5)
+    assert grid.scores(record).mean() == grid.figures(record)["acc,none"]
+    assert table07_control_points.convergence(record)["evaluations"] == record["factors"]["search"]["evaluations_of_algorithm"]
+    other = {"linear": flags.search(curve="linear", control_points=2, uniform_candidates=1, seed=3)}
+    with pytest.raises(UserError, match="linear was run with seed=0, not 3"):
+        grid.run_grid(other, flags)
+
+
+def test_each_cell_is_in_one_part():
+    assert [[at for at in range(7) if grid.in_part(at, f"{i}/3")] for i in range(3)] == [[0, 3, 6], [1, 4], [2, 5]]
+    for wrong in ("3/3", "1", "a/2", "0/0", "-1/2"):
+        with pytest.raises(UserError, match="--part"):
+            grid.in_part(0, wrong)
+
+
+def test_rows_of_one_seed_and_of_several():
+    def seed(first: float, last: float, p: float) -> dict:
+        by_position = {"0": first, "100": last}
+        mean = (first + last) / 2
+        return {"acc_by_position": by_position, "acc,none": mean, "acc_stderr,none": 0.02, "p_against_baseline,none": p}
+
+    assert grid.row("one", [seed(0.5, 0.25, 0.0004)]) == ["one", "50.0", "25.0", "37.5 ± 2.0", "<0.001"]
+    two = grid.row("two", [seed(0.5, 0.25, 0.04), seed(0.7, 0.45, 0.5)])
+    assert two == ["two", "60.0", "35.0", "47.5 ± 14.1", "0.040, 0.500"]  # 14.1: of 37.5 and 57.5
+    assert grid.paper_row("theirs", "70.4 60.4 65.4") == ["paper: theirs", "70.4", "60.4", "65.4", "-"]
+    table = grid.markdown_table(grid.header("method", (0, 100)), [two])
+    assert table.splitlines() == [
+        "| method | 0 % | 100 % | mean ± | p |",
+        "| --- | ---: | ---: | ---: | ---: |",
+        "| two | 60.0 | 35.0 | 47.5 ± 14.1 | 0.040, 0.500 |",
+    ]
+
+
+def test_tables_are_written_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    grid.write_tables(grid.GridFlags(output_path=tmp_path / "new"), "Title", ["one\n", "two\n"], {"x": 1})
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["summary.json", "tables.md"]
+    assert (tmp_path / "new" / "tables.md").read_text() == "# Title\n\none\n\ntwo\n"
+    assert json.loads((tmp_path / "new" / "summary.json").read_text()) == {"x": 1} and "two" in capsys.readouterr().out
+
+
+def test_flags_reach_the_search():
+    search = grid.GridFlags(preset="paper", limit=7, population_size=5, layers="2:").search(seed=3)
+    assert (search.limit, search.parents, search.layers, search.seed) == (7, 5, "2:", 3)
+    assert (search.test_limit, search.initial_factor, search.y_step, search.generations) == (500, 1.5, 0.1, 20)
+    assert grid.GridFlags(task="mdqa").search().distractors == "random"
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_explain_themselves(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    script = importlib.import_module(name)
+    with pytest.raises(SystemExit) as stop:
+        tyro.cli(script.Settings, description=script.__doc__, args=["--help"])
+    assert stop.value.code == 0 and "--output-path" in capsys.readouterr().out and not any(tmp_path.iterdir())
+    assert f"python experiments/{name}.py " in (ROOT / "experiments" / "README.md").read_text(encoding="utf-8")
+
+
+def test_equal_prompts_and_equal_seconds():
+    s = table11.Settings(limit=100)
+    gradient = table11.group_cells(s, "free", "wide", 0)["gradient"]
+    steps = table11.steps_for_prompts(s, gradient, 153_600)
+    search = {"algorithm": "gradient", **{name: getattr(gradient, name) for name in ("limit", "search_positions")}}
+    search |= {name: getattr(gradient, name) for name in ("validation_share", "minibatch_size")}
+    looks = 1 + -(-steps // gradient.look_every)
+    paid = table11.prompts(s, {"factors": {"search": search}, "history": [{"step": steps}] * looks})
+    assert 153_600 - 2 * (24 * 4 + 75) < paid <= 153_600
+    history = [{"step": 0, "seconds": 5.0}, {"step": 10, "seconds": 12.0}, {"step": 30, "seconds": 16.0}]
+    assert table11.steps_for_seconds({"history": history}, 32.0) == 110  # 12 s for the first 10, then 0.2 s a step
+    assert table11.steps_for_seconds({"history": history}, 1.0) == 1
+
+
+def test_search_sets_are_the_same_lines_in_other_orders(tmp_path: Path):
+    data = tmp_path / "data.jsonl"
+    lines = [f'{{"number": {at}}}' for at in range(20)]
+    data.write_text("\n".join(lines), encoding="utf-8")
+    sets = [table08_search_sets.in_order_of(seed, data, tmp_path / "run") for seed in (0, 1)]
+    read = [path.read_text(encoding="utf-8").splitlines() for path in sets]
+    assert sorted(read[0]) == sorted(read[1]) == sorted(lines) and read[0] != read[1] != lines
+
+
+def test_neighbours_move_one_control_point_each():
+    found = LayerFactors(np.ones(6), curve={"type": "linear", "control_points": [[0, 1.2], [3, 1.8]], "layers": [2, 5]})
+    s = sensitivity.Settings(factors=Path("factors.json"))
+    points, individuals = sensitivity.neighbours(found, s)
+    assert points == [(2.0, 1.2), (5.0, 1.8)] and individuals.shape == (5, 6)
+    np.testing.assert_allclose(individuals[0], [1, 1, 1.2, 1.4, 1.6, 1.8], rtol=1e-6)
+    np.testing.assert_allclose(individuals[1:, 2], [0.9, 1.5, 1.2, 1.2], rtol=1e-6)
+    np.testing.assert_allclose(individuals[1:, 5], [1.8, 1.8, 1.5, 2.1], rtol=1e-6)
+    with pytest.raises(UserError, match="--change"):
+        sensitivity.neighbours(LayerFactors(np.full(6, 0.3)), s)

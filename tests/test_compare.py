@@ -1,0 +1,79 @@
+"""The verb compare, on a tiny random model: everything is measured, nothing is claimed of its accuracy."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from lpes_jax.compare import NAMES, CompareSettings, run_comparison
+from lpes_jax.errors import UserError
+from lpes_jax.factors import LayerFactors
+from lpes_jax.methods.moice import Router
+from lpes_jax.models.llama import LlamaConfig
+from lpes_jax.statistics import holm
+
+SMALL = {"num_pairs": 3, "key_length": 1, "limit": 1, "test_limit": 2, "budget": 2, "repeats": 1}
+
+
+@pytest.fixture(scope="module")
+def compared(model_folder: Path, tiny_config: LlamaConfig, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
+    folder = tmp_path_factory.mktemp("compare")
+    LayerFactors(np.array([1.0, 1.5, 0.7])).save(folder / "factors.json")
+    Router.init(jax.random.key(0), tiny_config).save(folder / "router.safetensors")
+    settings = CompareSettings(
+        **SMALL, model=str(model_folder), factors=folder / "factors.json", router=folder / "router.safetensors",
+        positions=(0, 100), output_path=folder / "out",
+    )  # fmt: skip
+    return folder, run_comparison(settings)
+
+
+def test_all_methods_are_measured_on_the_same_prompts(compared):
+    folder, record = compared
+    assert list(record["methods"]) == list(NAMES) and record["refused"] == {}
+    samples = [json.loads(line) for line in (folder / "out/samples.jsonl").read_text().splitlines()]
+    prompts = {name: [it["prompt_hash"] for it in samples if it["method"] == name] for name in NAMES}
+    assert len(prompts["baseline"]) == 4 and all(of_method == prompts["baseline"] for of_method in prompts.values())
+    assert {path.name for path in (folder / "out").iterdir()} == {
+        *("results.json", "results.md", "samples.jsonl", "positions.png", "positions.svg"),
+    }
+    text = (folder / "out/results.md").read_text()
+    assert all(f"| {name} |" in text for name in NAMES) and "against baseline" in text
+
+
+def test_costs_and_tuning_are_recorded(compared):
+    methods = compared[1]["methods"]
+    assert [methods[name]["passes_per_token"] for name in ("baseline", "lpes", "attention_buckets")] == [1, 1, 7]
+    assert methods["baseline"]["seconds_against_baseline"] == 1
+    for name, it in methods.items():
+        assert it["seconds_per_prompt"] > 0 and it["program_memory_bytes"] > 0
+        tried = it["tuning"]["tried"]
+        if name in ("uniform", "ntk_by_base", "yarn", "attention_buckets", "self_extend"):
+            assert len(tried) == 2  # the budget
+            best = max(tried, key=lambda one: (one["accuracy"], one["log_likelihood"]))
+            assert it["setting"] == best["setting"]
+        else:
+            assert len(tried) in (0, 2)
+    # The log-likelihood tells methods apart where accuracy does not: none is the plain model under another name.
+    plain = methods["baseline"]["log_likelihood_by_position"]
+    assert all(methods[name]["log_likelihood_by_position"] != plain for name in ("pi", "attention_buckets", "moice", "lpes"))
+
+
+def test_what_cannot_be_had_is_named(model_folder, tmp_path):
+    def settings(**changes) -> CompareSettings:
+        return CompareSettings(**SMALL | {"model": str(model_folder), "output_path": tmp_path / "out"} | changes)
+
+    with pytest.raises(UserError, match="--methods 'lpse' is not known; the methods are: all, baseline"):
+        run_comparison(settings(methods=("lpse",)))
+    with pytest.raises(UserError, match="--methods lpes needs --factors"):
+        run_comparison(settings(methods=("lpes",)))
+    with pytest.raises(UserError, match="--budget must be at least 1"):
+        run_comparison(settings(budget=0))
+    assert not (tmp_path / "out").exists()
+
+
+def test_holm_by_hand():
+    assert holm([0.01, None, 0.04, 0.03]) == pytest.approx([0.03, None, 0.06, 0.06])
+    assert holm([0.5, 0.9]) == pytest.approx([1.0, 1.0])
+    assert holm([]) == []
