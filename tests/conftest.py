@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 QUICK = "--xla_cpu_use_fusion_emitters=false"  # compiles tiny models in two thirds of the time, on a CPU
 if jax.__version_info__ < (0, 11):  # later ones lack it, and end where they do not know a flag
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK}"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK}".strip()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
     jax.devices()  # XLA has read its flags from here on: processes that tests start are as users have them
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "").replace(QUICK, "")
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "").replace(QUICK, "").strip()
 
 
 @pytest.hookimpl(tryfirst=True)
