@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from grid import GridFlags, figures, header, markdown_table, row, run_grid, run_script, write_tables
+from grid import GridFlags, collect, figures, header, in_part, markdown_table, row, run_cells, run_script, write_tables
 
+from lpes_jax.errors import UserError
 from lpes_jax.search import SearchSettings
 from lpes_jax.search.strategies import NAMES
 
@@ -33,11 +34,21 @@ class Settings(GridFlags):
 
 
 def main(s: Settings) -> None:
-    """Run a search for each algorithm and write the table."""
-    cells = {f"{name}/seed{seed}": of_algorithm(s, name, seed) for name in s.algorithms for seed in s.seeds}
-    records = run_grid(cells, s)
+    """Run a search for each algorithm and write the table; one that refuses the sizes is listed with its reason."""
+    cells, refused = {}, {}
+    for number, name in enumerate(s.algorithms):
+        of_seeds = {f"{name}/seed{seed}": of_algorithm(s, name, seed) for seed in s.seeds}
+        try:
+            if in_part(number, s.part):
+                run_cells(of_seeds, s)
+            cells |= of_seeds
+        except UserError as error:
+            refused[name] = str(error)
+    records = collect(cells, s)
     rows, summary = [], {}
     for name in s.algorithms:
+        if name in refused:
+            continue
         of_seeds = [records[f"{name}/seed{seed}"] for seed in s.seeds]
         if not rows:
             summary["baseline"] = [figures(record, "baseline") for record in of_seeds]
@@ -57,7 +68,10 @@ def main(s: Settings) -> None:
         f"Each may have {s.budget} individuals scored. The fitness of `gradient` is on the search questions that it held back, "
         "and so is no match for the others'. The paper compares its GA with gradient descent alone (Table 11)."
     )
-    write_tables(s, "Algorithms at equal budgets", [about, markdown_table(columns, rows)], summary)
+    not_run = [f"Not run: {name} ({reason}).\n" for name, reason in refused.items()]
+    write_tables(
+        s, "Algorithms at equal budgets", [about, markdown_table(columns, rows), *not_run], summary | {"refused": refused}
+    )
 
 
 def of_algorithm(s: Settings, name: str, seed: int) -> SearchSettings:

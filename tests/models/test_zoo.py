@@ -135,6 +135,7 @@ def test_factors_are_the_curve_of_their_control_points(file):
 def test_our_factors_are_those_of_the_cards():
     assert OURS == [
         "qwen2.5-coder-0.5b-instruct/factors/best-kv-50-100.json",
+        "smollm2-135m-instruct/factors/best-kv-5-10-20-mixed-text.json",
         "smollm2-135m-instruct/factors/best-kv-5-10-20.json",
     ]
     for file in OURS:
