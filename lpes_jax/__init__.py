@@ -4,7 +4,7 @@ import lpes_jax as lj
 
 model = lj.load_model("smollm2-135m-instruct", dtype="float32")
 tokenizer = lj.load_tokenizer("smollm2-135m-instruct")
-factors = lj.LayerFactors.load("runs/search/factors.json")
+factors = lj.LayerFactors.load("runs/search/factors.json")  # or of the zoo: "smollm2-135m-instruct/best-kv-5-10-20"
 logits = lj.logits(model, tokens, factors)                 # i32[B, T] -> f32[B, T, V]
 texts = lj.generate(model, tokenizer, ["..."], factors)
 result = lj.run_search(lj.preset("quick"))  # what `python -m lpes_jax.search` runs

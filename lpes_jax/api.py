@@ -10,21 +10,25 @@ from jaxtyping import Array, Float, Int
 
 from lpes_jax.factors import LayerFactors
 from lpes_jax.models.llama.model import Llama, hidden_states, output_logits
-from lpes_jax.rope import RopeTable
+from lpes_jax.rope import Granularity, RopeTable
 from lpes_jax.scoring import generate_ids
 from lpes_jax.tasks.prompts import token_ids
 
 
 def logits(
-    model: Llama, tokens: Int[Array, "B T"], factors: LayerFactors | Float[Array, "L"] | None = None
+    model: Llama,
+    tokens: Int[Array, "B T"],
+    factors: LayerFactors | Float[Array, "L *finer"] | None = None,
+    granularity: Granularity = "layer",
 ) -> Float[Array, "B T V"]:
     """float32 logits at every position; rows may be padded on the right.
 
-    `factors` is an array `[L]` or a `LayerFactors` of any granularity; None leaves the model as it is, and so do factors of 1,
-    bit for bit. RoPE of the types `dynamic` and `longrope` goes by T (see `lpes_jax.rope`). Raises UserError for LayerFactors
-    that do not fit the model.
+    `factors` is a `LayerFactors`, or an array of `granularity` (`lpes_jax.scale_layers`), in which the logits are
+    differentiable; None leaves the model as it is, and so do factors of 1, bit for bit. Of use in a jitted training step of
+    your own, with the model and the factors as its arguments. RoPE of the types `dynamic` and `longrope` goes by T (see
+    `lpes_jax.rope`). Raises UserError for LayerFactors that do not fit the model.
     """
-    return _logits(model, tokens, _table(model, tokens.shape[1], factors))
+    return _logits(model, tokens, _table(model, tokens.shape[1], factors, granularity))
 
 
 def generate(
@@ -57,9 +61,11 @@ def _logits(model: Llama, tokens: Int[Array, "B T"], table: RopeTable) -> Float[
     return output_logits(model, hidden_states(model, tokens, table))
 
 
-def _table(model: Llama, length: int, factors: LayerFactors | Float[Array, "L"] | None) -> RopeTable:
+def _table(
+    model: Llama, length: int, factors: LayerFactors | Float[Array, "L *finer"] | None, granularity: Granularity
+) -> RopeTable:
     config = model.config
     if isinstance(factors, LayerFactors):
         factors.for_model(config.num_layers, config.num_kv_heads, config.rotary_dim)
         return config.rope_table(length, jnp.asarray(factors.factors, jnp.float32), factors.granularity)
-    return config.rope_table(length, factors)
+    return config.rope_table(length, factors, granularity)

@@ -1,25 +1,33 @@
 """The command line: `lpes VERB ...`, the same as `python -m lpes_jax.VERB ...`.
 
 A verb is a frozen dataclass of flags (tyro makes the parser and the help from it) and a function that takes one. Exit codes:
-0 done, 2 the user's mistake (one line `error: ...` on stderr), 1 a fault of ours (a traceback).
+0 done, 2 the user's mistake (one line `error: ...` on stderr), 1 a fault of ours (a traceback), 130 and 143 ended by SIGINT or
+SIGTERM (one line that says how to go on).
 """
 
 import contextlib
+import errno
 import io
+import os
 import re
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
+from types import FrameType
 from typing import TypeVar
 
 import tyro
 
-from lpes_jax.errors import UserError
+from lpes_jax.errors import Interrupted, UserError
+from lpes_jax.provenance import DETERMINISTIC, is_deterministic
 
 VERBS = {
     "search": "lpes_jax.search.__main__",
     "evaluate": "lpes_jax.evaluate.__main__",
     "compare": "lpes_jax.compare",
+    "export": "lpes_jax.export",
     "doctor": "lpes_jax.doctor",
 }
 Flags = TypeVar("Flags")
@@ -39,12 +47,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_verb(defaults: Flags, run: Callable[[Flags], object], manual: str, arguments: Sequence[str], name: str) -> int:
     """Parse `arguments` over the dataclass `defaults` and run the verb with the result; returns the exit code."""
     try:
-        run(_parse(defaults, manual, arguments, f"python -m lpes_jax.{name}"))
+        with _sigterm():
+            flags = _parse(defaults, manual, arguments, f"python -m lpes_jax.{name}")
+            if getattr(flags, "deterministic", False):
+                _restart_deterministic(arguments)
+            run(flags)
     except UserError as error:
         return fail(str(error))
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        return fail(f"{error.filename or 'the results'}: cannot be written ({error.strerror}); make room, then start again")
+    except KeyboardInterrupt as stop:
+        print(str(stop) or "interrupted", file=sys.stderr)
+        return 128 + getattr(stop, "number", signal.SIGINT)
     return 0
 
 
@@ -63,6 +79,30 @@ def fail(message: str) -> int:
     """Print the one line of a user's mistake; returns its exit code."""
     print("error: " + " ".join(message.split()), file=sys.stderr)
     return 2
+
+
+@contextlib.contextmanager
+def _sigterm() -> Iterator[None]:
+    """SIGTERM ends what is in here as SIGINT does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise Interrupted(number)
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _restart_deterministic(arguments: Sequence[str]) -> None:
+    """Run this process's own command anew with XLA's flag for it: XLA reads its flags once, when evosax is imported."""
+    if not is_deterministic() and list(arguments) == sys.argv[len(sys.argv) - len(arguments) :]:
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DETERMINISTIC}".strip()
+        os.execv(sys.executable, sys.orig_argv)
 
 
 def _parse(defaults: Flags, manual: str, arguments: Sequence[str], prog: str) -> Flags:

@@ -13,7 +13,7 @@ questions is measured on --test-limit others, which all methods share. What a me
 the same prompts: the median of --repeats rounds, in which all methods take turns, and the memory that its program needs
 beside weights and prompts.
 
-OUT gets results.json, results.md, samples.jsonl and the picture positions.{png,svg}.
+OUT gets results.json, results.md, samples.jsonl, the picture positions.{png,svg}, and report.html, a page with all of it.
 """
 
 import statistics
@@ -33,6 +33,7 @@ from lpes_jax.evaluation import BASELINE, Candidate, default_metrics, evaluate, 
 from lpes_jax.factors import LayerFactors, write_json
 from lpes_jax.methods import Maker
 from lpes_jax.methods.attention_buckets import BASES, attention_buckets
+from lpes_jax.methods.hidden_channel import FACTORS, hidden_channel, positional_channels
 from lpes_jax.methods.moice import Router, moice, train_router
 from lpes_jax.methods.ms_poe import ms_poe
 from lpes_jax.methods.self_extend import self_extend
@@ -40,12 +41,12 @@ from lpes_jax.methods.tables import dynamic_ntk, lpes, mean_of, ntk_by_base, pos
 from lpes_jax.models.llama import Loaded, load
 from lpes_jax.models.llama.method import Method, of_table
 from lpes_jax.models.llama.model import Llama
+from lpes_jax.report.html import write_page
 from lpes_jax.report.plots import u_curve
 from lpes_jax.report.progress import SearchProgress
-from lpes_jax.report.tables import console, markdown, position_table
+from lpes_jax.report.tables import console, differences, markdown, position_table
 from lpes_jax.scoring import Batch, OptionScorer, Scorer, batch_scores, pack_rows
 from lpes_jax.search.plain_text import text_windows
-from lpes_jax.statistics import holm
 from lpes_jax.tasks.flags import TaskFlags, task_of, title_of
 from lpes_jax.tasks.prompts import EncodedPrompt, Overlength, encode, fit, option_prompts
 
@@ -60,6 +61,7 @@ NAMES = (
     "ms_poe",
     "moice",
     "self_extend",
+    "hidden_channel",
     "lpes",
 )
 _TIMED_PROMPTS = 8
@@ -74,7 +76,8 @@ class CompareSettings(TaskFlags):
     output_path: Path = Path("runs/compare")
     """Folder of the results."""
     methods: tuple[str, ...] = ("all",)
-    """baseline, uniform, pi, dynamic_ntk, ntk_by_base, yarn, attention_buckets, ms_poe, moice, self_extend, lpes; or all."""
+    """baseline, uniform, pi, dynamic_ntk, ntk_by_base, yarn, attention_buckets, ms_poe, moice, self_extend, hidden_channel,
+    lpes; or all."""
     factors: Path | None = None
     """factors.json of a search: LPES, and PI as their mean."""
     router: Path | None = None
@@ -85,6 +88,8 @@ class CompareSettings(TaskFlags):
     """moice: steps of that training."""
     router_batch: int = 128
     """moice: windows of 512 tokens a step."""
+    channel_strings: int = 200
+    """hidden_channel: random strings of at most 1,000 tokens that positional channels are looked for on."""
 
     positions: tuple[int, ...] = (0, 25, 50, 75, 100)
     """Positions of the fact, in percent."""
@@ -116,6 +121,8 @@ class Choice:
 
     setting: str
     maker: Maker | None
+    then: tuple["Choice", ...] = ()
+    """Settings to try next if this one is the best so far."""
 
 
 def run_comparison(settings: CompareSettings) -> dict[str, Any]:
@@ -148,11 +155,11 @@ def run_comparison(settings: CompareSettings) -> dict[str, Any]:
             refused[name] = str(error)
     with SearchProgress(len(choices) * len(held_out) * len(places)) as progress:
         scorer = _scorer(settings, loaded, task, searched, places)
-        tuned: dict[str, dict[str, Any]] = {}
+        tuned: dict[str, tuple[Choice, list[dict[str, Any]]]] = {}
         for name, of_method in choices.items():
             progress.note(f"tuning {name}")
             tuned[name] = _tune(scorer, of_method, config)
-        candidates = [Candidate(name, method=choices[name][it["chosen"]].maker) for name, it in tuned.items()]
+        candidates = [Candidate(name, method=chosen.maker) for name, (chosen, _) in tuned.items()]
         progress.note("measuring on held-out questions")
         outcomes = evaluate(
             loaded.model,
@@ -172,12 +179,10 @@ def run_comparison(settings: CompareSettings) -> dict[str, Any]:
         costs = _costs(loaded, outcomes[0].prompts[:_TIMED_PROMPTS], candidates, settings.repeats)
     config_record = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(settings).items()}
     record = results_record(task, outcomes, places, config_record | {"model_identity": loaded.identity}, started)
-    corrected = holm([figures.get("p_against_baseline,none") for figures in record["methods"].values()])
-    for (name, figures), p in zip(record["methods"].items(), corrected, strict=True):
+    for name, figures in record["methods"].items():
         figures |= {
-            "p_holm,none": p,
-            "setting": choices[name][tuned[name]["chosen"]].setting,
-            "tuning": tuned[name],
+            "setting": tuned[name][0].setting,
+            "tuning": {"tried": tuned[name][1]},
             **costs[name],
         }
     record["refused"] = refused
@@ -186,9 +191,9 @@ def run_comparison(settings: CompareSettings) -> dict[str, Any]:
 
 
 def _names(settings: CompareSettings) -> tuple[str, ...]:
-    for name, least in (("limit", 1), ("test_limit", 1), ("budget", 1), ("repeats", 1), ("router_steps", 1)):
-        if getattr(settings, name) < least:
-            raise UserError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(settings, name)}")
+    for name in ("limit", "test_limit", "budget", "repeats", "router_steps", "channel_strings"):
+        if getattr(settings, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(settings, name)}")
     if settings.methods == ("all",):
         return NAMES
     if unknown := [name for name in settings.methods if name not in NAMES]:
@@ -228,6 +233,8 @@ def _choices(name: str, settings: CompareSettings, loaded: Loaded, found: LayerF
     if name == "self_extend":
         sizes = [(group, window) for window in (128, 256, 512, 1024) for group in (2, 4, 8)][:budget]
         return [Choice(f"group {group}, window {window}", self_extend(group, window)) for group, window in sizes]
+    if name == "hidden_channel":
+        return _channels(settings, loaded)
     if settings.router is not None:
         return [Choice(str(settings.router), moice(Router.load(settings.router)))]
     length = min(512, config.max_position_embeddings)
@@ -237,6 +244,18 @@ def _choices(name: str, settings: CompareSettings, loaded: Loaded, found: LayerF
     )
     learnt = "text that the model wrote" if settings.text is None else settings.text.name
     return [Choice(f"router trained on {learnt}", moice(router))]
+
+
+def _channels(settings: CompareSettings, loaded: Loaded) -> list[Choice]:
+    """The paper's order: positional channels with factor 0, then the other factors of the best one."""
+    count = max(1, min(10, settings.budget - len(FACTORS[1:])))
+    channels = positional_channels(loaded.model, loaded.tokenizer, settings.seed, count, settings.channel_strings)
+
+    def choice(channel: int, factor: float, *then: Choice) -> Choice:
+        return Choice(f"channel {channel}, factor {factor:g}", hidden_channel(channel, factor), then)
+
+    more = FACTORS[1:][: settings.budget - len(channels)]
+    return [choice(channel, FACTORS[0], *(choice(channel, factor) for factor in more)) for channel in channels]
 
 
 def _scorer(
@@ -258,18 +277,21 @@ def _scorer(
     return Scorer(loaded.model, encode(prompts, loaded.tokenizer, window), batch_size=settings.batch_size)
 
 
-def _tune(scorer: Scorer | OptionScorer | None, choices: Sequence[Choice], config: Any) -> dict[str, Any]:
-    """The index of the best setting, by accuracy and then by likelihood on the search questions, and how all did."""
-    if scorer is None or len(choices) == 1:
-        return {"chosen": 0, "tried": []}
-    tried = []
-    for choice in choices:
-        assert choice.maker is not None
+def _tune(scorer: Scorer | OptionScorer | None, choices: Sequence[Choice], config: Any) -> tuple[Choice, list[dict[str, Any]]]:
+    """The best setting, by accuracy and then by likelihood on the search questions, and how all did."""
+    if scorer is None or (len(choices) == 1 and not choices[0].then):
+        return choices[0], []
+    tried: list[dict[str, Any]] = []
+
+    def measured(choice: Choice) -> tuple[float, float]:
+        assert scorer is not None and choice.maker is not None
         correct, log_likelihood = scorer.of_method(choice.maker(config, scorer.longest))
         means = float(correct.mean()), float(log_likelihood.mean())
         tried.append({"setting": choice.setting, "accuracy": means[0], "log_likelihood": means[1]})
-    best = max(range(len(tried)), key=lambda at: (tried[at]["accuracy"], tried[at]["log_likelihood"]))
-    return {"chosen": best, "tried": tried}
+        return means
+
+    figures, best = max(((measured(choice), choice) for choice in choices), key=lambda it: it[0])
+    return max([(figures, best), *((measured(choice), choice) for choice in best.then)], key=lambda it: it[0])[1], tried
 
 
 def _costs(
@@ -336,23 +358,25 @@ def _write(
     write_samples(folder / "samples.jsonl", outcomes)
     write_json(folder / "results.json", record)
     curves = {outcome.candidate.name: (outcome.main.mean(axis=0).tolist(), len(outcome.main)) for outcome in outcomes}
-    u_curve(folder / "positions", positions, curves, title)
-    lines = ["| method | passes a token | ms a prompt | against baseline | memory (MiB) | p (Holm) | setting |"]
-    lines.append("| --- | ---: | ---: | ---: | ---: | ---: | --- |")
+    picture = u_curve(folder / "positions", positions, curves, title)[1]
+    lines = ["| method | passes a token | ms a prompt | against baseline | memory (MiB) | setting |"]
+    lines.append("| --- | ---: | ---: | ---: | ---: | --- |")
     for name, it in record["methods"].items():
         memory = "-" if it["program_memory_bytes"] is None else f"{it['program_memory_bytes'] / 2**20:.0f}"
-        p = "-" if it["p_holm,none"] is None else f"{it['p_holm,none']:.3f}"
         cost = f"{1000 * it['seconds_per_prompt']:.2f} | {it['seconds_against_baseline']:.2f}"
-        lines.append(f"| {name} | {it['passes_per_token']:g} | {cost} | {memory} | {p} | {it['setting'] or '-'} |")
+        lines.append(f"| {name} | {it['passes_per_token']:g} | {cost} | {memory} | {it['setting'] or '-'} |")
     lines += [f"\n{name}: left out. {reason}" for name, reason in record["refused"].items()]
     table_rows, costs = rows(outcomes), "\n".join(lines)
-    (folder / "results.md").write_text(f"{title}\n\n{markdown(table_rows, positions)}\n\n{costs}\n", encoding="utf-8")
+    compared = differences(record["methods"])
+    text = f"{title}\n\n{markdown(table_rows, positions)}\n\n{compared}\n\n{costs}\n"
+    (folder / "results.md").write_text(text, encoding="utf-8")
+    write_page(folder, "compare", f"Compare: {title}", settings, record, text, {"Accuracy by position": picture})
     out = console()
     out.print(position_table(table_rows, positions, title))
     out.print(costs, highlight=False, soft_wrap=True, markup=False)
     out.print(
-        f"p is against the baseline, over questions; Holm's takes all {len(outcomes) - 1} comparisons together. "
-        f"results: {folder}",
+        f"p is against the baseline, over questions; results.md has it after Holm's correction for all {len(outcomes) - 1} "
+        f"comparisons, too. results: {folder}",
         highlight=False,
         soft_wrap=True,
     )

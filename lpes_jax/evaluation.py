@@ -5,6 +5,10 @@ generating. Every other metric is a task's own (`task.metrics`): of generated te
 often fail on how an answer begins and not on finding it, so the same model is measured on plain prompts beside the ones
 with an opener.
 
+In 16 bits a verdict can hang on how a batch is shaped: two tokens nearly as likely as each other change places. How many do is
+counted on the first prompts, which are scored once more, each alone (`verdicts_changed_alone`; not of methods, each of which
+would have to be compiled again).
+
 Letters: Q questions, S slots.
 """
 
@@ -16,11 +20,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from jaxtyping import Bool, Float
 
@@ -28,15 +30,27 @@ from lpes_jax.errors import UserError
 from lpes_jax.factors import LayerFactors
 from lpes_jax.methods import Maker
 from lpes_jax.models.llama.model import Llama
+from lpes_jax.provenance import content_sha256, environment, prompts_sha256
 from lpes_jax.report.tables import Row
 from lpes_jax.scoring import OptionScorer, Scorer, generate_ids
-from lpes_jax.statistics import paired_permutation_test, standard_error
+from lpes_jax.statistics import (
+    bootstrap_intervals,
+    holm,
+    mcnemar,
+    paired_permutation_test,
+    standard_error,
+    wilson_interval,
+)
 from lpes_jax.tasks import prompts as task_prompts
 from lpes_jax.tasks.metrics import ROUGE, begins_with, corpus_rouge
 from lpes_jax.tasks.prompts import EncodedPrompt, Overlength, Prompt, Task
 
 PLAIN, BASELINE = "plain prompt", "baseline"
-COUNTS = ("questions_skipped", "prompts_cut", "outputs_empty", "outputs_ended_by_length", "outputs_with_unknown_ids")
+COUNTS = (
+    *("questions_skipped", "prompts_cut", "outputs_empty", "outputs_ended_by_length", "outputs_with_unknown_ids"),
+    "verdicts_changed_alone",
+)
+ALONE = 32  # prompts that are scored alone as well
 Report = Callable[[int], None]
 
 
@@ -172,11 +186,14 @@ class _Measure:
     ) -> list[Outcome]:
         window, shape = self.model.config.max_position_embeddings, (len(prompts) // num_places, num_places)
         encoded = task_prompts.encode(prompts, self.tokenizer, window)
-        verdicts = None
+        verdicts, alone = None, None
+        half = self.model.embed[...].dtype.itemsize < 4
         if task.decided_by == "options":
             verdicts = OptionScorer(self.model, self.tokenizer, prompts, batch_size=self.batch_size)
+            alone = OptionScorer(self.model, self.tokenizer, prompts[:ALONE], batch_size=1) if half else None
         elif "prefix" in self.metrics:
             verdicts = Scorer(self.model, encoded, batch_size=self.batch_size)
+            alone = Scorer(self.model, encoded[:ALONE], batch_size=1) if half else None
         if self.new_tokens:
             longest = max((len(ids) for prompt in encoded for ids in prompt.answers), default=0)
             if self.new_tokens < longest:
@@ -186,15 +203,13 @@ class _Measure:
             factors = candidate.factors or LayerFactors.uniform(1.0, self.model.config.num_layers)
             scores: dict[str, np.ndarray] = {}
             log_likelihood = None
+            changed: dict[str, int] = {}
             if verdicts is not None:
-                if candidate.method is None:
-                    correct, log_likelihood = verdicts(factors.factors[None], factors.granularity, self.on_prompts)
-                else:
-                    method = candidate.method(self.model.config, verdicts.longest)
-                    correct, log_likelihood = verdicts.of_method(method, self.on_prompts)
-                scores["prefix" if task.decided_by == "generation" else task.metrics[0]] = (
-                    correct[0].astype(float).reshape(shape)
-                )
+                correct, log_likelihood = self._verdicts(verdicts, candidate, factors, self.on_prompts)
+                scores["prefix" if task.decided_by == "generation" else task.metrics[0]] = correct.astype(float).reshape(shape)
+                if alone is not None and candidate.method is None:
+                    correct_alone, _ = self._verdicts(alone, candidate, factors, lambda count: None)
+                    changed["verdicts_changed_alone"] = int((correct_alone != correct[:ALONE]).sum())
             outcome = Outcome(
                 candidate,
                 prompts,
@@ -202,12 +217,22 @@ class _Measure:
                 None if log_likelihood is None else log_likelihood.reshape(shape),
                 0 if verdicts is None else verdicts.compilations,
                 [len(prompt.ids) for prompt in encoded],
-                dict(counts),
+                counts | changed,
             )
             if self.new_tokens:
                 outcome = self._generated(outcome, task, encoded, factors, shape)
             outcomes.append(replace(outcome, scores={metric: outcome.scores[metric] for metric in self.metrics}))
         return outcomes
+
+    def _verdicts(
+        self, scorer: Scorer | OptionScorer, candidate: Candidate, factors: LayerFactors, on_prompts: Report
+    ) -> tuple[Bool[np.ndarray, "N"], Float[np.ndarray, "N"]]:
+        if candidate.method is None:
+            correct, log_likelihood = scorer(factors.factors[None], factors.granularity, on_prompts)
+        else:
+            method = candidate.method(self.model.config, scorer.longest)
+            correct, log_likelihood = scorer.of_method(method, on_prompts)
+        return correct[0], log_likelihood[0]
 
     def _generated(
         self, outcome: Outcome, task: Task, encoded: Sequence[EncodedPrompt], factors: LayerFactors, shape: tuple[int, int]
@@ -269,13 +294,18 @@ def rows(outcomes: Sequence[Outcome], metric: str | None = None) -> list[Row]:
 def results_record(
     task: Task, outcomes: Sequence[Outcome], places: Sequence[tuple[int, int]], config: dict[str, Any], started: float
 ) -> dict[str, Any]:
-    """`results.json`: lm-evaluation-harness's layout for the last outcome, and every outcome under `methods`."""
+    """`results.json`: lm-evaluation-harness's layout for the last outcome, and every outcome under `methods`.
+
+    `config` has the path of the task's file, if any, as `data`, and the model's name, hash and dtype as `model_identity`.
+    """
     methods, last = figures_of(outcomes, places), outcomes[-1]
     return {
         "results": {task.name: {"alias": task.name, **methods[last.candidate.name]}},
         "methods": methods,
         "n-samples": {task.name: {"original": len(last.main) + last.counts["questions_skipped"], "effective": len(last.main)}},
         "config": config,
+        "data_sha256": None if config.get("data") is None else content_sha256(Path(config["data"])),
+        "prompts_sha256": prompts_sha256(last.prompts),
         **environment(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "total_evaluation_time_seconds": round(time.time() - started, 3),
@@ -283,11 +313,36 @@ def results_record(
 
 
 def figures_of(outcomes: Sequence[Outcome], places: Sequence[tuple[int, int]]) -> dict[str, dict[str, Any]]:
-    """The figures of each candidate by its name, with p of the first metric against the baseline."""
+    """The figures of each candidate by its name, and how the first metric differs from the baseline's, `against_baseline`.
+
+    p is the paired permutation test's over questions, p_holm after Holm's correction for all candidates; intervals (95 %) are
+    paired bootstraps over questions. McNemar's exact p is of each position alone: positions share their questions.
+    """
     methods = {outcome.candidate.name: _figures(outcome, places) for outcome in outcomes}
-    for name, row in zip(methods, rows(outcomes), strict=True):
-        if row.p is not None:
-            methods[name]["p_against_baseline,none"] = row.p
+    p_values = [row.p for row in rows(outcomes)]
+    baseline = next((outcome.main for outcome in outcomes if outcome.candidate.name == BASELINE), None)
+    for outcome, figures, p, p_holm in zip(outcomes, methods.values(), p_values, holm(p_values), strict=True):
+        if p is None or baseline is None:
+            continue
+        difference = outcome.main - baseline
+        *by_position, of_mean = bootstrap_intervals(difference).tolist()
+        figures["p_against_baseline,none"] = p
+        figures["against_baseline"] = {
+            "difference": float(difference.mean()),
+            "interval": of_mean,
+            "p": p,
+            "p_holm": p_holm,
+            "by_position": {
+                str(position): {
+                    "difference": float(difference[:, at].mean()),
+                    "interval": interval,
+                    "p_mcnemar": mcnemar(outcome.main[:, at], baseline[:, at])
+                    if _are_verdicts(outcome.main) and _are_verdicts(baseline)
+                    else None,
+                }
+                for at, ((_, position), interval) in enumerate(zip(places, by_position, strict=True))
+            },
+        }
     return methods
 
 
@@ -318,16 +373,6 @@ def write_samples(path: Path, outcomes: Sequence[Outcome]) -> None:
     path.with_name(path.name + ".part").replace(path)
 
 
-def environment() -> dict[str, Any]:
-    """Versions and devices, for every record."""
-    packages = ("lpes-jax", "jax", "jaxlib", "flax", "evosax", "optax", "transformers", "numpy")
-    devices = jax.devices()
-    return {
-        "versions": {package: _version(package) for package in packages},
-        "devices": {"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)},
-    }
-
-
 def _figures(outcome: Outcome, places: Sequence[tuple[int, int]]) -> dict[str, Any]:
     """Of one outcome: the first metric as `acc`, every metric by its own name."""
     positions = [str(position) for _, position in places]
@@ -341,6 +386,7 @@ def _figures(outcome: Outcome, places: Sequence[tuple[int, int]]) -> dict[str, A
         "acc_stderr,none": _finite(standard_error(outcome.main)),
         "acc_by_position": by_position(outcome.main),
         "acc_stderr_by_position": {p: _finite(standard_error(v)) for p, v in zip(positions, outcome.main.T, strict=True)},
+        "acc_interval_by_position": dict(zip(positions, _intervals(outcome.main), strict=True)),
     }
     if outcome.log_likelihood is not None:
         figures["log_likelihood_by_position"] = by_position(outcome.log_likelihood, 6)
@@ -362,6 +408,17 @@ def _figures(outcome: Outcome, places: Sequence[tuple[int, int]]) -> dict[str, A
     return figures
 
 
+def _intervals(values: Float[np.ndarray, "Q S"]) -> list[list[float]]:
+    """95 % of the mean at each position: Wilson's of verdicts, else a bootstrap."""
+    if _are_verdicts(values):
+        return [list(wilson_interval(float(column.sum()), len(values))) for column in values.T]
+    return bootstrap_intervals(values)[:-1].tolist()
+
+
+def _are_verdicts(values: Float[np.ndarray, "Q S"]) -> bool:
+    return bool(np.isin(values, (0, 1)).all())
+
+
 def _short(value: float) -> float | bool:
     """Verdicts as true and false, other scores with six digits."""
     return bool(value) if value in (0.0, 1.0) else round(value, 6)
@@ -371,10 +428,3 @@ def _finite(value: float, digits: int | None = None) -> float | None:
     if not math.isfinite(value):
         return None
     return value if digits is None else round(value, digits)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except ImportError:  # PackageNotFoundError: a source tree on the path, not installed
-        return None

@@ -13,6 +13,7 @@ from lpes_jax.rope import GRANULARITIES, Granularity
 
 FORMAT = "lpes-factors/1"
 _RANK = {"layer": 1, "layer_band": 2, "layer_group": 2, "layer_group_band": 3}
+_ZOO = Path(__file__).parent / "models" / "zoo"
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,13 @@ class LayerFactors:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "LayerFactors":
-        """Read the JSON file. Raises UserError where it is missing, not JSON, of another format, or holds unusable factors."""
-        record = read_json(Path(path))
+        """Read a JSON file, or factors of the zoo by name: `MODEL/NAME`, or `NAME` where only one model has such.
+
+        A name of the zoo always means the zoo's. Raises UserError where the file is missing, not JSON, of another format, or
+        holds unusable factors.
+        """
+        path = _zoo_file(Path(path)) or Path(path)
+        record = read_json(path)
         if not isinstance(record, dict) or record.get("format") != FORMAT:
             raise UserError(f"{path}: not a {FORMAT} file; give the factors.json that a search wrote")
         if "factors" not in record:
@@ -78,6 +84,17 @@ class LayerFactors:
             raise UserError(f"{path}: {error}") from error
         others = ("granularity", "model", "curve", "rope", "search", "evaluation")
         return cls(factors, **{name: record[name] for name in others if name in record})
+
+
+def _zoo_file(name: Path) -> Path | None:
+    """The file of factors in the zoo; None for what is no name there. UserError for a name that is not there, or twice."""
+    zoo = {f"{file.parent.parent.name}/{file.stem}": file for file in sorted(_ZOO.glob("*/factors/*.json"))}
+    found = [key for key in zoo if name.as_posix() in (key, key.partition("/")[2])]
+    if len(found) > 1:
+        raise UserError(f"factors {name} are there for several models; say which: {', '.join(found)}")
+    if not found and not name.suffix and not name.exists():
+        raise UserError(f"{name}: no such factors.json, and no factors of the zoo; it has: {', '.join(zoo)}")
+    return zoo[found[0]] if found else None
 
 
 def read_json(path: Path) -> Any:
@@ -91,9 +108,12 @@ def read_json(path: Path) -> Any:
 
 
 def write_json(path: Path, record: Any) -> None:
-    """Write JSON under a temporary name and rename it, so that no reader ever sees half a file."""
-    temporary = path.with_name(path.name + ".part")
-    temporary.write_text(json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+    """Write JSON under a temporary name and rename it when it is on the disk, so that no reader ever sees half a file."""
+    temporary, text = path.with_name(path.name + ".part"), json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False)
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text + "\n")
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(temporary, path)
 
 

@@ -7,12 +7,15 @@ A pass takes a batch of prompts and a slab of individuals: vmapped over the indi
 and spread over the devices by `shard_map` on the population axis (`jax.pmap` is a wrapper of that today, and can't be nested
 in other transformations as freely). Factors are arguments of the compiled program: new factors never compile anything.
 
-Letters: P population, N prompts, B rows of a batch, T tokens, A answer tokens, L layers, V vocabulary.
+Rows (a prompt with one of its answers) that begin alike share a tree, and what they share is computed once for each individual:
+see prefixes.py. A pass that runs out of the device's memory is done again in smaller ones.
+
+Letters: P population, N prompts, B rows or trees of a batch, R rows of a tree, T tokens, A answer tokens, M tokens of a tree
+that predict an answer token, L layers, V vocabulary.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,25 +26,28 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from lpes_jax.errors import UserError
+from lpes_jax.memory import out_of_memory, pass_bytes, planned_memory, tokens_that_fit, tokens_worth_it
 from lpes_jax.models.llama.generate import greedy
 from lpes_jax.models.llama.method import Method, of_table
 from lpes_jax.models.llama.model import Llama, hidden_states, method_logits, over_tables
+from lpes_jax.models.llama.prefix import states_read
+from lpes_jax.prefixes import (
+    Batch,
+    Costs,
+    Row,
+    SharedBatch,
+    Tree,
+    alone,
+    batches,
+    groups,
+    pack_rows,
+    pack_trees,
+    padded,
+    round_up,
+    tree_of,
+)
 from lpes_jax.rope import Granularity, RopeTable, scale_layers
 from lpes_jax.tasks.prompts import EncodedPrompt, Prompt, encode, option_prompts
-
-_TOKENS_AT_ONCE = {"cpu": 2**12, "gpu": 2**18}  # a pass this large keeps the device busy; more gains nothing
-_CPU_MEMORY = 2**31  # bytes that activations may take where the device does not say how much it has
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Batch:
-    """Prompts with their answers behind them, padded on the right; `first` is where the first answer token is predicted."""
-
-    tokens: Int[Array, "B T"]
-    first: Int[Array, "B"]
-    answers: Int[Array, "B A"]
-    is_answer: Bool[Array, "B A"]
 
 
 class Scores(NamedTuple):
@@ -52,23 +58,31 @@ class Scores(NamedTuple):
 
 
 def batch_scores(
-    model: Llama, batch: Batch, method: Method, *, remat: bool = False
-) -> tuple[Bool[Array, "B"], Float[Array, "B"]]:
+    model: Llama, batch: Batch | SharedBatch, method: Method, *, remat: bool = False
+) -> tuple[Bool[Array, "rows"], Float[Array, "rows"]]:
     """For each row: are all answer tokens the argmax, and the sum of their log-probabilities in nats.
 
-    `remat` is `hidden_states`'s, for gradients.
+    Of trees, row r of tree b is b R + r. A method with a replacement takes a `Batch`. `remat` recomputes each layer in the
+    backward pass instead of keeping its activations.
     """
-    at = jnp.minimum(batch.first[:, None] + jnp.arange(batch.answers.shape[1]), batch.tokens.shape[1] - 1)
+    shared = alone(batch) if isinstance(batch, Batch) else batch
 
-    def hidden(table: RopeTable) -> Float[Array, "B A E"]:
-        hidden = hidden_states(model, batch.tokens, table, remat=remat, replacement=method.replacement, lengths=batch.first + 1)
-        return jnp.take_along_axis(hidden, at[:, :, None], axis=1)
+    def states(table: RopeTable) -> Float[Array, "B M E"]:
+        if method.replacement is None:
+            return states_read(model, shared.trees, table, shared.read, remat=remat)
+        if not isinstance(batch, Batch):
+            raise TypeError("an attention that replaces the model's own takes rows one by one: a Batch, no SharedBatch")
+        run = partial(hidden_states, model, batch.tokens, table, remat=remat, behind=batch.answers.shape[1] - 1)
+        hidden = run(replacement=method.replacement, lengths=batch.first + 1)
+        return jnp.take_along_axis(hidden, shared.read[:, :, None], axis=1)
 
-    logits = method_logits(model, over_tables(hidden, method.tables), method)  # [B, A, V]
-    chosen = jnp.take_along_axis(logits, batch.answers[:, :, None], axis=-1)[..., 0]
-    log_probability = chosen - jax.nn.logsumexp(logits, axis=-1)
-    correct = (jnp.argmax(logits, axis=-1) == batch.answers) | ~batch.is_answer
-    return correct.all(axis=-1), jnp.where(batch.is_answer, log_probability, 0).sum(axis=-1)
+    logits = method_logits(model, over_tables(states, method.tables), method)  # [B, M, V]
+    tree = jnp.arange(len(shared.at))[:, None, None]
+    predicted = jnp.argmax(logits, axis=-1)[tree, shared.at]  # [B, R, A]
+    chosen = logits[tree, shared.at, shared.answers] - jax.nn.logsumexp(logits, axis=-1)[tree, shared.at]
+    correct = (predicted == shared.answers) | ~shared.is_answer
+    log_likelihood = jnp.where(shared.is_answer, chosen, 0).sum(axis=-1)
+    return correct.all(axis=-1).ravel(), log_likelihood.ravel()
 
 
 @partial(jax.jit, static_argnames=("chunk", "remat"))
@@ -99,13 +113,14 @@ def token_nll(
 
 def population_scores(
     model: Llama,
-    batch: Batch,
+    batch: Batch | SharedBatch,
     factors: Float[Array, "P ..."],
     granularity: Granularity = "layer",
     table: RopeTable | None = None,
-) -> tuple[Bool[Array, "P B"], Float[Array, "P B"]]:
+) -> tuple[Bool[Array, "P rows"], Float[Array, "P rows"]]:
     """`batch_scores` of every individual, vmapped over the factors alone, which divide `table` (None: the model's own)."""
-    own = model.config.rope_table(batch.tokens.shape[1]) if table is None else table
+    tokens = batch.tokens if isinstance(batch, Batch) else batch.trees.tokens
+    own = model.config.rope_table(tokens.shape[1]) if table is None else table
 
     def individual(factors: Array) -> tuple[Array, Array]:
         scaled = RopeTable(scale_layers(own.inv_freq, factors, granularity), own.attention_scaling)
@@ -122,11 +137,11 @@ def population_mesh(devices: Sequence[Any] | None = None) -> Mesh:
 
 @partial(jax.jit, static_argnames=("granularity", "mesh"))
 def _sharded_scores(
-    model: Llama, batch: Batch, factors: Float[Array, "P ..."], table: RopeTable, granularity: Granularity, mesh: Mesh
-) -> tuple[Bool[Array, "P B"], Float[Array, "P B"]]:
+    model: Llama, batch: SharedBatch, factors: Float[Array, "P ..."], table: RopeTable, granularity: Granularity, mesh: Mesh
+) -> tuple[Bool[Array, "P rows"], Float[Array, "P rows"]]:
     everywhere, split = PartitionSpec(), PartitionSpec("population")
 
-    def score(model: Llama, batch: Batch, factors: Array, table: RopeTable) -> tuple[Array, Array]:
+    def score(model: Llama, batch: SharedBatch, factors: Array, table: RopeTable) -> tuple[Array, Array]:
         return population_scores(model, batch, factors, granularity, table)
 
     specs = (everywhere, everywhere, split, everywhere)
@@ -136,11 +151,21 @@ def _sharded_scores(
 _method_scores = jax.jit(batch_scores)
 
 
+class _Pass(NamedTuple):
+    """A batch, and where its scores stand: `of[i]` of the flat scores belongs to row `rows[i]`."""
+
+    batch: Any  # SharedBatch, or Batch for a replacement
+    of: Int[np.ndarray, "rows"]
+    rows: Int[np.ndarray, "rows"]
+
+
 class Scorer:
     """Scores populations on a fixed set of prompts.
 
-    `batch_size` is prompts a pass and `population_chunk` individuals a pass and device; both are chosen from the shapes and
-    the device's memory where they are None, and neither changes a result. `compilations` counts compiled shapes.
+    `batch_size` is prompts a pass (of the longest, none sharing) and `population_chunk` individuals a pass and device; both are
+    chosen from the shapes and the device's memory where they are None, and neither changes a result: where a pass does not fit
+    after all, they are halved. `share_prefixes=False` computes every row on its own. `compilations` counts compiled shapes, and
+    `tokens_saved` is the share of the rows' tokens that sharing leaves out.
     """
 
     def __init__(
@@ -151,34 +176,57 @@ class Scorer:
         batch_size: int | None = None,
         population_chunk: int | None = None,
         mesh: Mesh | None = None,
+        share_prefixes: bool = True,
     ):
         self.mesh = population_mesh() if mesh is None else mesh
         self._replicated = NamedSharding(self.mesh, PartitionSpec())
         self.model = jax.device_put(model, self._replicated)
         self.num_prompts = len(prompts)
-        rows = [(prompt.ids, answer) for prompt in prompts for answer in prompt.answers]
-        _check_ids(model, [ids + answer for ids, answer in rows])
+        self._rows: list[Row] = [(prompt.ids, answer) for prompt in prompts for answer in prompt.answers]
+        _check_ids(model, [ids + answer for ids, answer in self._rows])
         self._prompt_of_row = np.repeat(np.arange(len(prompts)), [len(prompt.answers) for prompt in prompts])
         self.answer_tokens = np.array([min(len(answer) for answer in prompt.answers) for prompt in prompts])
-        self.longest = longest = max(len(ids) + len(answer) for ids, answer in rows)
-        self._table = jax.device_put(self.model.config.rope_table(longest), self._replicated)
-        longest = round_up(longest)
-        at_once = _tokens_at_once(model, longest, max(len(answer) for _, answer in rows))
-        if batch_size is None:
-            batches = math.ceil(len(rows) * longest / at_once)
-            batch_size = math.ceil(len(rows) / batches)
-        self._chunk = population_chunk or max(1, at_once // (batch_size * longest))
-        self._batches = [(at, jax.device_put(batch, self._replicated)) for at, batch in _batches(rows, batch_size)]
+        self._answer_length = max(len(answer) for _, answer in self._rows)
+        self.longest = max(len(ids) + len(answer) for ids, answer in self._rows)
+        self._table = jax.device_put(self.model.config.rope_table(self.longest), self._replicated)
+        self._share, self._given_chunk = share_prefixes, population_chunk
+        width = round_up(self.longest)
+        self._fits = batch_size * width if batch_size else tokens_that_fit(self.model, width, self._answer_length)
+        self._at_once = batch_size * width if batch_size else min(self._fits, tokens_worth_it(width))
+        self._plan()
+        self.individuals_at_once = self._chunk * self.mesh.size  # of one pass, over all devices; stays, whatever is halved
         self._shapes: set[tuple] = set()
+
+    def _plan(self) -> None:
+        """Trees of at most `_fits` tokens, their batches of about `_at_once`, and the individuals of a pass."""
+        rows, at_once = self._rows, self._at_once
+        if self._share:
+            costs = Costs.of(self.model.config, jax.local_devices()[0].platform)
+            trees = [tree_of(rows, group) for group in groups(rows, costs, self._fits)]
+        else:
+            trees = [tree_of(rows, [at]) for at in range(len(rows))]
+        self.tokens_saved = 1 - sum(len(tree.tokens) for tree in trees) / sum(len(ids) + len(it) - 1 for ids, it in rows)
+        single = [tree for tree in trees if len(tree.rows) == 1]
+        several = [tree for tree in trees if len(tree.rows) > 1]
+        self._passes = [self._pass(batch) for kind in (single, several) for batch in batches(kind, at_once)]
+        self._plain_passes: list[_Pass] | None = None
+        tokens = max(it.batch.trees.tokens.size for it in self._passes)
+        read = max(it.batch.read.size for it in self._passes)
+        fits = planned_memory() // pass_bytes(self.model, tokens, read)
+        self._chunk = self._given_chunk or max(1, min(at_once // tokens, fits))
+
+    def _pass(self, trees: list[Tree]) -> _Pass:
+        """A batch of trees; one that has no rows only fills it up."""
+        batch = pack_trees(trees, self._rows, self._answer_length)
+        most = batch.at.shape[1]
+        of = [b * most + r for b, tree in enumerate(trees) for r in range(len(tree.rows))]
+        return _Pass(
+            jax.device_put(batch, self._replicated), np.array(of), np.concatenate([tree.rows for tree in trees]).astype(int)
+        )
 
     @property
     def compilations(self) -> int:
         return len(self._shapes)
-
-    @property
-    def individuals_at_once(self) -> int:
-        """Individuals of one pass, over all devices."""
-        return self._chunk * self.mesh.size
 
     def __call__(
         self,
@@ -186,44 +234,95 @@ class Scorer:
         granularity: Granularity = "layer",
         on_prompts: Callable[[int], None] = lambda count: None,
     ) -> Scores:
-        """Scores of each individual on each prompt. `on_prompts` is told how many (individual, prompt) pairs were done."""
+        """Scores of each individual on each prompt. `on_prompts` is told how many (individual, prompt) pairs were done.
+
+        Raises UserError where the device's memory does not hold a single prompt.
+        """
         factors = np.asarray(factors, np.float32)
-        devices = self.mesh.size
-        correct = np.empty((len(factors), len(self._prompt_of_row)), bool)
+        correct = np.empty((len(factors), len(self._rows)), bool)
         log_likelihood = np.empty(correct.shape, np.float32)
         start = 0
         while start < len(factors):
-            # Powers of two below the full slab, so that odd populations compile a few sizes and no more.
-            needed = math.ceil((len(factors) - start) / devices)
-            slab = min(self._chunk, 1 << (needed - 1).bit_length()) * devices  # individuals of this pass
-            individuals = factors[start : start + slab]
-            padded = np.concatenate([individuals, np.repeat(factors[:1], slab - len(individuals), axis=0)])
-            padded = jax.device_put(padded, NamedSharding(self.mesh, PartitionSpec("population")))
-            done = []
-            for _, batch in self._batches:
-                self._shapes.add((batch.tokens.shape, batch.answers.shape, padded.shape, granularity))
-                done.append(_sharded_scores(self.model, batch, padded, self._table, granularity, self.mesh))
+            try:
+                done = self._slab(factors[start:], granularity)
+            except jax.errors.JaxRuntimeError as error:
+                self._halve(error)
+                continue
             seen: set[int] = set()  # the admitted answers of a prompt may stand in two batches
-            for (at, _), scores in zip(self._batches, done, strict=True):
-                batch_correct, batch_likelihood = (np.asarray(values)[: len(individuals), : len(at)] for values in scores)
-                correct[start : start + len(individuals), at] = batch_correct
-                log_likelihood[start : start + len(individuals), at] = batch_likelihood
-                new = set(self._prompt_of_row[at].tolist()) - seen
+            for rows, batch_correct, batch_likelihood in done:
+                count = len(batch_correct)
+                correct[start : start + count, rows], log_likelihood[start : start + count, rows] = (
+                    batch_correct,
+                    batch_likelihood,
+                )
+                new = set(self._prompt_of_row[rows].tolist()) - seen
                 seen |= new
-                on_prompts(len(individuals) * len(new))
-            start += len(individuals)
+                on_prompts(count * len(new))
+            start += len(done[0][1])
         return self._by_prompt(correct, log_likelihood)
+
+    def _slab(self, factors: Float[np.ndarray, "P ..."], granularity: Granularity) -> list[tuple[np.ndarray, ...]]:
+        """Rows and their scores of each batch, for the individuals of one pass, the first of `factors`."""
+        # Powers of two below the full slab, so that odd populations compile a few sizes and no more.
+        needed = math.ceil(len(factors) / self.mesh.size)
+        slab = min(self._chunk, 1 << (needed - 1).bit_length()) * self.mesh.size
+        individuals = factors[:slab]
+        filled = np.concatenate([individuals, np.repeat(factors[:1], slab - len(individuals), axis=0)])
+        filled = jax.device_put(filled, NamedSharding(self.mesh, PartitionSpec("population")))
+        done = []
+        for batch, _, _ in self._passes:
+            self._shapes.add(
+                (batch.trees.tokens.shape, batch.trees.prefix, batch.read.shape, batch.at.shape, filled.shape, granularity)
+            )
+            done.append(_sharded_scores(self.model, batch, filled, self._table, granularity, self.mesh))
+        return [
+            (rows, *(np.asarray(values)[: len(individuals), of] for values in scores))
+            for (_, of, rows), scores in zip(self._passes, done, strict=True)
+        ]
 
     def of_method(self, method: Method, on_prompts: Callable[[int], None] = lambda count: None) -> Scores:
         """Scores of one method (made for `longest` tokens), P = 1."""
-        rows = len(self._prompt_of_row)
-        correct, log_likelihood = np.empty((1, rows), bool), np.empty((1, rows), np.float32)
-        for at, batch in self._batches:
-            self._shapes.add((batch.tokens.shape, batch.answers.shape))
-            of_batch = _method_scores(self.model, batch, method)
-            correct[0, at], log_likelihood[0, at] = (np.asarray(values)[: len(at)] for values in of_batch)
+        correct, log_likelihood = np.empty((1, len(self._rows)), bool), np.empty((1, len(self._rows)), np.float32)
+        while True:
+            try:
+                for batch, of, rows in self._passes if method.replacement is None else self._one_by_one():
+                    self._shapes.add(tuple(leaf.shape for leaf in jax.tree.leaves(batch)))
+                    scores = _method_scores(self.model, batch, method)
+                    correct[0, rows], log_likelihood[0, rows] = (np.asarray(values)[of] for values in scores)
+            except jax.errors.JaxRuntimeError as error:
+                self._halve(error)
+            else:
+                break
         on_prompts(self.num_prompts)
         return self._by_prompt(correct, log_likelihood)
+
+    def _one_by_one(self) -> list[_Pass]:
+        """Passes without trees, for attentions that know nothing of them."""
+        if self._plain_passes is None:
+            self._plain_passes = []
+            for trees in batches([tree_of(self._rows, [at]) for at in range(len(self._rows))], self._at_once):
+                rows = np.concatenate([tree.rows for tree in trees]).astype(int)
+                filled = np.concatenate([rows, np.repeat(rows[:1], len(trees) - len(rows))])
+                packed = pack_rows([self._rows[at] for at in filled], self._answer_length)
+                self._plain_passes.append(_Pass(jax.device_put(packed, self._replicated), np.arange(len(rows)), rows))
+        return self._plain_passes
+
+    def _halve(self, error: Exception) -> None:
+        """Smaller passes, where a pass ran out of memory; raises where that was not it, or where nothing is left to halve."""
+        if not out_of_memory(error):
+            raise error
+        if self._chunk > 1:
+            self._chunk = self._given_chunk = self._chunk // 2
+            return
+        largest = max(of_pass.batch.trees.tokens.size for of_pass in self._passes)
+        if largest <= round_up(self.longest):
+            raise UserError(
+                f"the device's memory does not hold one prompt of {self.longest} tokens beside the model; use shorter prompts, "
+                "--dtype bfloat16 or a smaller model"
+            ) from error
+        self._fits = self._at_once = largest // 2
+        self._given_chunk = 1
+        self._plan()
 
     def _by_prompt(self, correct: np.ndarray, log_likelihood: np.ndarray) -> Scores:
         # The admitted answers of a prompt: right if one is, as likely as all together.
@@ -337,10 +436,11 @@ def generate_ids(
     make_method: Callable[[int], Method] | None = None,
     max_new_tokens: int = 100,
     stop: Sequence[int] = (),
+    keep_stop: bool = False,
     batch_size: int | None = None,
     on_prompts: Callable[[int], None] = lambda count: None,
 ) -> list[list[int]]:
-    """Greedy continuations of token ids, each cut before the first id of `stop`, in the order of the prompts.
+    """Greedy continuations of token ids, in the order of the prompts, each cut before the first id of `stop` (or behind it).
 
     By the model with `factors`, or by the method that `make_method` makes for a length in tokens.
     """
@@ -352,53 +452,31 @@ def generate_ids(
     else:
         method = make_method(longest + max_new_tokens)
     longest = round_up(longest)
-    at_once = _tokens_at_once(model, longest + max_new_tokens, 1) // longest // len(method.tables.inv_freq)
+    whole = longest + max_new_tokens
+    at_once = min(tokens_that_fit(model, whole, 1, cached=True), tokens_worth_it(whole)) // whole // len(method.tables.inv_freq)
     batch_size = batch_size or max(1, min(len(prompts), at_once))
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     outputs: list[list[int]] = [[] for _ in prompts]
-    for start in range(0, len(order), batch_size):
+    ends = frozenset(stop)
+    start = 0
+    while start < len(order):
         at = order[start : start + batch_size]
         chosen = [list(prompts[i]) for i in at]
         padding = [chosen[0]] * (batch_size - len(chosen))  # the last batch is as large as the others: one compilation
-        tokens, lengths = _padded(chosen + padding, round_up(len(chosen[-1])))
-        new = greedy(model, jnp.asarray(tokens), jnp.asarray(lengths), method, jnp.array(stop, jnp.int32), max_new_tokens)
-        for i, ids in zip(at, np.asarray(new).tolist(), strict=False):
-            end = next((n for n, token in enumerate(ids) if token in stop), len(ids))
-            outputs[i] = ids[:end]
+        tokens, lengths = (jnp.asarray(array) for array in padded(chosen + padding, round_up(len(chosen[-1]))))
+        try:
+            new = np.asarray(greedy(model, tokens, lengths, method, jnp.array(stop, jnp.int32), max_new_tokens))
+        except jax.errors.JaxRuntimeError as error:
+            if batch_size == 1 or not out_of_memory(error):
+                raise
+            batch_size = math.ceil(batch_size / 2)
+            continue
+        for i, ids in zip(at, new.tolist(), strict=False):
+            end = next((n for n, token in enumerate(ids) if token in ends), len(ids))
+            outputs[i] = ids[: end + keep_stop]
+        start += len(at)
         on_prompts(len(at))
     return outputs
-
-
-def round_up(length: int) -> int:
-    """The padded length of a prompt: up to the next 32, or sixteenth of its power of two: few shapes, little waste."""
-    step = max(32, 1 << (length - 1).bit_length() >> 4)
-    return -(-length // step) * step
-
-
-def pack_rows(rows: Sequence[tuple[list[int], list[int]]], answer_length: int | None = None) -> Batch:
-    """(prompt ids, answer ids) of each row as one batch, padded to the longest."""
-    answer_length = answer_length or max(len(answer) for _, answer in rows)
-    length = round_up(max(len(ids) + len(answer) for ids, answer in rows))
-    tokens, _ = _padded([ids + answer for ids, answer in rows], length)
-    answers, answer_lengths = _padded([answer for _, answer in rows], answer_length)
-    return Batch(
-        tokens=jnp.asarray(tokens),
-        first=jnp.array([len(ids) - 1 for ids, _ in rows], jnp.int32),
-        answers=jnp.asarray(answers),
-        is_answer=jnp.asarray(np.arange(answer_length) < answer_lengths[:, None]),
-    )
-
-
-def _batches(rows: list[tuple[list[int], list[int]]], batch_size: int) -> list[tuple[np.ndarray, Batch]]:
-    # Sorted by length, so that a batch holds rows alike; each with its rows' indices. A short batch repeats its first row.
-    order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]) + len(rows[i][1]))
-    answer_length = max(len(answer) for _, answer in rows)
-    batches = []
-    for start in range(0, len(order), batch_size):
-        at = order[start : start + batch_size]
-        filled = [rows[i] for i in at] + [rows[at[0]]] * (batch_size - len(at))
-        batches.append((np.array(at), pack_rows(filled, answer_length)))
-    return batches
 
 
 def _check_ids(model: Llama, sequences: Sequence[Sequence[int]]) -> None:
@@ -409,21 +487,3 @@ def _check_ids(model: Llama, sequences: Sequence[Sequence[int]]) -> None:
             f"the tokenizer gives the id {highest}, but the model's embedding has {model.config.vocab_size} rows; "
             "is it the tokenizer of this model?"
         )
-
-
-def _padded(sequences: list[list[int]], length: int) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B"]]:
-    tokens = np.zeros((len(sequences), length), np.int32)
-    for row, sequence in zip(tokens, sequences, strict=True):
-        row[: len(sequence)] = sequence
-    return tokens, np.array([len(sequence) for sequence in sequences], np.int32)
-
-
-def _tokens_at_once(model: Llama, length: int, answer_length: int) -> int:
-    # Peak activations of a token: some copies of the hidden state, of q, k, v and of the MLP; float32 logits at the answers.
-    config = model.config
-    width = 6 * config.hidden_size + 3 * config.intermediate_size + 4 * config.num_heads * config.head_dim
-    token = width * model.embed[...].dtype.itemsize + 3 * 4 * config.vocab_size * answer_length // length
-    device = jax.local_devices()[0]
-    stats = device.memory_stats() or {}
-    memory = (stats["bytes_limit"] - stats["bytes_in_use"]) // 2 if "bytes_limit" in stats else _CPU_MEMORY
-    return max(length, min(_TOKENS_AT_ONCE["cpu" if device.platform == "cpu" else "gpu"], memory // token))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from statistics import NormalDist
 
 import numpy as np
-from jaxtyping import Shaped
+from jaxtyping import Float, Shaped
 
 
 def standard_error(correct: Shaped[np.ndarray, "Q *S"]) -> float:
@@ -30,6 +30,22 @@ def wilson_interval(successes: float | int, n: int, confidence: float = 0.95) ->
     centre = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def bootstrap_intervals(
+    values: Shaped[np.ndarray, "Q S"], confidence: float = 0.95, seed: int = 0, draws: int = 10_000
+) -> Float[np.ndarray, "S+1 2"]:
+    """Percentile intervals (Efron, 1979) of the mean of each column, and last of all columns, over questions drawn anew.
+
+    Of `ours - baseline` these are paired intervals of the difference. All columns share the draws.
+    """
+    columns = np.column_stack([values, values.mean(axis=1)]).astype(np.float64)
+    rng, means = np.random.default_rng(seed), np.empty((draws, columns.shape[1]))
+    for start in range(0, draws, 200):  # 200 at a time bounds the memory
+        drawn = rng.integers(0, len(columns), size=(min(200, draws - start), len(columns)))
+        means[start : start + len(drawn)] = columns[drawn].mean(axis=1)
+    tail = (1 - confidence) / 2
+    return np.quantile(means, [tail, 1 - tail], axis=0).T
 
 
 def paired_permutation_test(

@@ -34,7 +34,7 @@ def test_search_leaves_its_folder_and_prints_its_table(searched):
     assert done.returncode == 0, done.stderr
     assert {path.name for path in folder.iterdir()} == {
         *("config.json", "history.jsonl", "uniform.json", "factors.json", "results.json", "results.md", "samples.jsonl"),
-        *("positions.png", "positions.svg", "factors.png", "factors.svg"),
+        *("positions.png", "positions.svg", "factors.png", "factors.svg", "history.png", "history.svg", "report.html"),
     }
     for word in ("plain prompt", "baseline", "uniform", "pi", "lpes", "100 %", "±", "compiled shapes"):
         assert word in done.stdout

@@ -14,7 +14,7 @@ from lpes_jax.methods.moice import Router
 from lpes_jax.models.llama import LlamaConfig
 from lpes_jax.statistics import holm
 
-SMALL = {"num_pairs": 3, "key_length": 1, "limit": 1, "test_limit": 2, "budget": 2, "repeats": 1}
+SMALL = {"num_pairs": 3, "key_length": 1, "limit": 1, "test_limit": 2, "budget": 2, "repeats": 1, "channel_strings": 4}
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def test_all_methods_are_measured_on_the_same_prompts(compared):
     prompts = {name: [it["prompt_hash"] for it in samples if it["method"] == name] for name in NAMES}
     assert len(prompts["baseline"]) == 4 and all(of_method == prompts["baseline"] for of_method in prompts.values())
     assert {path.name for path in (folder / "out").iterdir()} == {
-        *("results.json", "results.md", "samples.jsonl", "positions.png", "positions.svg"),
+        *("results.json", "results.md", "samples.jsonl", "positions.png", "positions.svg", "report.html"),
     }
     text = (folder / "out/results.md").read_text()
     assert all(f"| {name} |" in text for name in NAMES) and "against baseline" in text
@@ -49,7 +49,7 @@ def test_costs_and_tuning_are_recorded(compared):
     for name, it in methods.items():
         assert it["seconds_per_prompt"] > 0 and it["program_memory_bytes"] > 0
         tried = it["tuning"]["tried"]
-        if name in ("uniform", "ntk_by_base", "yarn", "attention_buckets", "self_extend"):
+        if name in ("uniform", "ntk_by_base", "yarn", "attention_buckets", "self_extend", "hidden_channel"):
             assert len(tried) == 2  # the budget
             best = max(tried, key=lambda one: (one["accuracy"], one["log_likelihood"]))
             assert it["setting"] == best["setting"]
@@ -57,7 +57,10 @@ def test_costs_and_tuning_are_recorded(compared):
             assert len(tried) in (0, 2)
     # The log-likelihood tells methods apart where accuracy does not: none is the plain model under another name.
     plain = methods["baseline"]["log_likelihood_by_position"]
-    assert all(methods[name]["log_likelihood_by_position"] != plain for name in ("pi", "attention_buckets", "moice", "lpes"))
+    others = ("pi", "attention_buckets", "moice", "hidden_channel", "lpes")
+    assert all(methods[name]["log_likelihood_by_position"] != plain for name in others)
+    first, second = (it["setting"].split(", ") for it in methods["hidden_channel"]["tuning"]["tried"])
+    assert first[0] == second[0] and (first[1], second[1]) == ("factor 0", "factor 0.5")
 
 
 def test_what_cannot_be_had_is_named(model_folder, tmp_path):

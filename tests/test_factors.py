@@ -6,6 +6,7 @@ import os
 import numpy as np
 import pytest
 
+import lpes_jax.factors as lpes_factors
 from lpes_jax.errors import UserError
 from lpes_jax.factors import FORMAT, LayerFactors, read_json, write_json
 from lpes_jax.rope import GRANULARITIES
@@ -155,3 +156,20 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     assert os.listdir(tmp_path) == ["f.json"]
     np.testing.assert_array_equal(LayerFactors.load(path).factors, [2.0] * 3)
     assert read_json(path)["factors"] == [2.0] * 3
+
+
+def test_factors_of_the_zoo_have_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    factors = LayerFactors.load("smollm2-135m-instruct/best-kv-5-10-20")
+    assert factors.factors.shape == (30, 32) and factors.granularity == "layer_band"
+    np.testing.assert_array_equal(LayerFactors.load("best-kv-5-10-20").factors, factors.factors)  # one model alone has these
+    with pytest.raises(UserError, match="best-kv: no such .*; it has: .*, smollm2-135m-instruct/best-kv-5-10-20, ") as refusal:
+        LayerFactors.load("smollm2-135m-instruct/best-kv")
+    assert "\n" not in str(refusal.value)
+    for model in ("one", "other"):
+        (tmp_path / model / "factors").mkdir(parents=True)
+        LayerFactors.uniform(2.0, 3).save(tmp_path / model / "factors" / "best.json")
+    monkeypatch.setattr(lpes_factors, "_ZOO", tmp_path)
+    with pytest.raises(UserError, match="best are there for several models; say which: one/best, other/best"):
+        LayerFactors.load("best")
+    assert LayerFactors.load("other/best").num_layers == LayerFactors.load("other/factors/best.json").num_layers == 3

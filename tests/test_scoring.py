@@ -192,10 +192,10 @@ t.assert_same(one, eight)
 assert scorer.individuals_at_once % 8 == 0 and len(scorer.mesh.devices.flat) == 8
 assert len(scorer.model.embed[...].sharding.device_set) == 8
 
-(at, batch), = scorer._batches
+(batch, of, rows), = scorer._passes
 eight_of_them = np.resize(factors.astype(np.float32), (8, 1, 3))
 correct, likelihood = jax.pmap(population_scores, in_axes=(None, None, 0))(model, jax.device_get(batch), eight_of_them)
-order = np.argsort(at)
+order = of[np.argsort(rows)]
 np.testing.assert_array_equal(np.asarray(correct)[:5, 0][:, order], one.correct)
 np.testing.assert_allclose(np.asarray(likelihood)[:5, 0][:, order], one.log_likelihood, rtol=1e-5, atol=1e-5)
 print("same")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lpes_jax.statistics import mcnemar, paired_permutation_test, standard_error, wilson_interval
+from lpes_jax.statistics import bootstrap_intervals, mcnemar, paired_permutation_test, standard_error, wilson_interval
 
 
 def test_standard_error_of_one_position():
@@ -40,6 +40,27 @@ def test_wilson_interval_holds_the_share_and_mirrors(n, data):
     low, high = wilson_interval(successes, n)
     assert 0 <= low <= successes / n + 1e-12 and successes / n - 1e-12 <= high <= 1
     assert wilson_interval(n - successes, n) == pytest.approx((1 - high, 1 - low))
+
+
+def test_bootstrap_of_three_questions_against_enumeration():
+    values = np.array([[0.0, 1.0], [3.0, 0.0], [6.0, 2.0]])
+    of_mean = np.column_stack([values, values.mean(axis=1)])
+    means = np.array([of_mean[list(drawn)].mean(axis=0) for drawn in itertools.product(range(3), repeat=3)])
+    exact = np.quantile(np.repeat(means, 1000, axis=0), [0.1, 0.9], axis=0).T
+    np.testing.assert_allclose(bootstrap_intervals(values, confidence=0.8), exact)
+    np.testing.assert_array_equal(bootstrap_intervals(values), bootstrap_intervals(values))  # seeded
+
+
+def test_bootstrap_of_many_questions_is_the_normal_interval_and_by_question():
+    rng = np.random.default_rng(0)
+    ours, baseline = (rng.random((400, 1)) < share for share in (0.7, 0.6))
+    difference = ours.astype(float) - baseline
+    half = 1.959964 * difference.std() / 20
+    at_one = bootstrap_intervals(difference)
+    np.testing.assert_allclose(at_one[0], difference.mean() + np.array([-half, half]), atol=0.006)
+    # The same differences at five positions are no more evidence than at one; without any there is no spread.
+    np.testing.assert_allclose(bootstrap_intervals(np.repeat(difference, 5, axis=1)), np.repeat(at_one[:1], 6, axis=0))
+    assert bootstrap_intervals(difference * 0).tolist() == [[0, 0]] * 2
 
 
 def test_permutation_test_against_enumeration():

@@ -13,9 +13,11 @@ from lpes_jax.evaluation import BASELINE, PLAIN, Candidate, Outcome
 from lpes_jax.factors import LayerFactors, write_json
 from lpes_jax.models.llama import Loaded, load
 from lpes_jax.models.llama.chat import Chat, PromptForm, check_chat, make_chat
+from lpes_jax.provenance import check_deterministic, content_sha256
+from lpes_jax.report.html import write_page
 from lpes_jax.report.plots import depth_by_length, u_curve
 from lpes_jax.report.progress import SearchProgress
-from lpes_jax.report.tables import console, markdown, position_table
+from lpes_jax.report.tables import console, differences, markdown, position_table
 from lpes_jax.tasks.chat import ChatTask
 from lpes_jax.tasks.flags import TaskFlags, task_of, title_of
 from lpes_jax.tasks.metrics import effective_length
@@ -31,7 +33,7 @@ class EvaluateSettings(TaskFlags):
     output_path: Path = Path("runs/evaluate")
     """Folder of the results."""
     factors: Path | None = None
-    """factors.json of a search; measured beside the model as it is."""
+    """factors.json of a search, or the zoo's by name (MODEL/NAME); measured beside the model as it is."""
     only_factors: bool = False
     """Leave out the model as it is and the plain prompts."""
 
@@ -65,6 +67,8 @@ class EvaluateSettings(TaskFlags):
     """needle: tokens of a prompt, for a heat map of depth and length."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on a GPU, float32 on a CPU."""
+    deterministic: bool = False
+    """On a GPU: only kernels that give the same bits in every run, some of which are slower."""
     batch_size: int | None = None
     """Prompts a forward pass (default: chosen from the memory)."""
 
@@ -76,6 +80,7 @@ def run_evaluation(settings: EvaluateSettings) -> list[Outcome]:
     """
     started = time.time()
     _check(settings)
+    check_deterministic(settings.deterministic)
     task = task_of(settings, max_new_tokens=settings.max_new_tokens)
     factors = None if settings.factors is None else LayerFactors.load(settings.factors)
     examples = []
@@ -91,6 +96,7 @@ def run_evaluation(settings: EvaluateSettings) -> list[Outcome]:
         unforced = [candidate for candidate in candidates if not candidate.plain]
         results = measure_perplexity(task, loaded, unforced, settings.split, settings.limit, settings.batch_size)
         _folder(settings)
+        results |= {"data_sha256": content_sha256(Path(settings.data))} if settings.data else {}
         write_json(settings.output_path / "results.json", results | _record(settings, loaded, None))
         return []
     chat = make_chat(
@@ -174,7 +180,7 @@ def _by_length(
     record["by_length"] = {length: evaluation.figures_of(outcomes, places) for length, outcomes in by_length.items()}
     record["effective_length"] = {}
     _folder(settings)
-    out = console()
+    out, lines, pictures = console(), [], {}
     positions = [position for _, position in places]
     for at, outcome in enumerate(last):
         name = outcome.candidate.name
@@ -182,9 +188,13 @@ def _by_length(
         means = [sum(row) / len(row) for row in accuracy]
         record["effective_length"][name] = effective_length(lengths, means)
         stem = settings.output_path / f"depth_by_length_{name.replace(' ', '_')}"
-        depth_by_length(stem, positions, lengths, accuracy, f"{loaded.identity['name']}, {name}: {outcome.metric}")
+        title = f"{loaded.identity['name']}, {name}: {outcome.metric}"
+        pictures[f"Depth by length: {name}"] = depth_by_length(stem, positions, lengths, accuracy, title)[1]
         shown = ", ".join(f"{length}: {100 * mean:.1f}" for length, mean in zip(lengths, means, strict=True))
-        out.print(f"{name}, {outcome.metric} in % by length: {shown}; effective length: {record['effective_length'][name]}")
+        lines.append(f"{name}, {outcome.metric} in % by length: {shown}; effective length: {record['effective_length'][name]}")
+        out.print(lines[-1])
+    head = f"Evaluate: {loaded.identity['name']}, {task.name} by length"
+    write_page(settings.output_path, "evaluate", head, settings, record, "\n\n".join(lines), pictures)
     write_json(settings.output_path / "results.json", record)
     everything = [outcome for outcomes in by_length.values() for outcome in outcomes]
     evaluation.write_samples(settings.output_path / "samples.jsonl", everything)
@@ -219,13 +229,17 @@ def _write(
     positions = [position for _, position in places]
     title = f"{model}, {title_of(settings, task)}, {len(outcomes[0].main)} questions"
     curves = {outcome.candidate.name: (outcome.main.mean(axis=0).tolist(), len(outcome.main)) for outcome in outcomes}
-    u_curve(folder / "positions", positions, curves, title)
+    picture = u_curve(folder / "positions", positions, curves, title)[1]
     out, tables = console(), []
     for metric in outcomes[0].scores:
         table_rows = evaluation.rows(outcomes, metric)
         out.print(position_table(table_rows, positions, f"{title}: {metric}"))
         tables.append(f"{metric}\n\n{markdown(table_rows, positions)}\n")
-    (folder / "results.md").write_text("\n".join(tables), encoding="utf-8")
+    if compared := differences(results["methods"]):
+        tables.append(f"{outcomes[0].metric}\n\n{compared}\n")
+    text = "\n".join(tables)
+    (folder / "results.md").write_text(text, encoding="utf-8")
+    write_page(folder, "evaluate", f"Evaluate: {title}", settings, results, text, {"Accuracy by position": picture})
     for name, figures in results["methods"].items():
         if "substring_but_not_prefix" in figures:
             out.print(f"{name}: {figures['substring_but_not_prefix']} answers that substring accepts and prefix does not")

@@ -11,6 +11,11 @@
     ms_poe                        a factor for each head                      1                Zhang et al., arXiv 2403.04797
     moice                         bases mixed in each head by a router        1                Lin et al., arXiv 2406.19598
     self_extend                   far keys at coarser positions               1                Jin et al., arXiv 2401.01325
+    hidden_channel                a channel of the hidden states scaled       1                Yu et al., arXiv 2406.02536
+
+Left out: attention calibration (Hsieh et al., arXiv 2406.16008). It rescales the attention to each document, after one more
+pass for every document with an uninformative one in its place. A maker is not told where documents stand, and no code of the
+paper was found that says which text that is, and of which heads and layers the averages are that it subtracts.
 
 What a maker gives, scores and generates as the plain model does: `scoring.batch_scores`, `generate_ids`, `token_nll` take it.
 Settings that no model could use raise UserError in the function, those that the given model can't use in the maker.

@@ -1,11 +1,12 @@
-"""The two pictures of a run: accuracy by position (the U curve) and the factors by layer (the paper's Figure 2).
+"""The pictures of a run: accuracy by position (the U curve), the factors by layer (the paper's Figure 2), the way of a search.
 
 Each function writes stem.png and stem.svg. Figures are objects, pyplot and its global state are not used, and the same
 input gives the same SVG. Colours are Okabe and Ito's, which colour-blind readers can tell apart; markers differ as well.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -67,8 +68,8 @@ def u_curve(
     axes.set_title(title, loc="left", fontweight="bold")
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right center", frameon=False, labelspacing=0.9)
-    _plain(axes)
-    return _save(figure, stem)
+    plain(axes)
+    return save(figure, stem)
 
 
 def depth_by_length(
@@ -95,7 +96,7 @@ def depth_by_length(
         ",".join([str(depth), *(f"{value:.4f}" for value in row / 100)]) for depth, row in zip(positions, percent, strict=True)
     ]
     stem.with_name(stem.name + ".csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return _save(figure, stem)
+    return save(figure, stem)
 
 
 def factors_by_layer(
@@ -120,7 +121,72 @@ def factors_by_layer(
     else:
         _heat_map(axes, factors, granularity)
     axes.set_title(title, loc="left", fontweight="bold")
-    return _save(figure, stem)
+    return save(figure, stem)
+
+
+def search_history(stem: Path, records: Sequence[Mapping[str, Any]], title: str) -> tuple[Path, Path]:
+    """The way of a search, from the lines of its history: the fitness of all individuals by generation, or losses by step.
+
+    Individuals without a finite fitness are crosses at the bottom.
+    """
+    figure = Figure(figsize=(7.2, 4.4), dpi=200, layout="constrained")
+    if "step" in records[0]:
+        _losses(figure, records)
+    else:
+        _fitness(figure.add_subplot(), records)
+    figure.axes[0].set_title(title, loc="left", fontweight="bold")
+    figure.legend(loc="outside lower center", ncols=2 if "step" in records[0] else 4, frameon=False)
+    return save(figure, stem)
+
+
+def _fitness(axes: Axes, records: Sequence[Mapping[str, Any]]) -> None:
+    generation = np.array([record["generation"] for record in records])
+    fitness = _column(record["fitness"] for record in records)
+    new = np.array([not record["cached"] for record in records])
+    # Those of a generation side by side, in the order in which they were made.
+    same = generation[:, None] == generation
+    x, finite = generation + 0.7 * ((np.tril(same).sum(axis=1) - 0.5) / same.sum(axis=1) - 0.5), np.isfinite(fitness)
+    if not new.all():
+        axes.plot(x[finite & ~new], fitness[finite & ~new], "o", color=BASELINE, markersize=3.5, label="seen before")
+    axes.plot(x[finite & new], fitness[finite & new], "o", color=FOUND, markersize=4.5, alpha=0.7, label="scored by the model")
+    axes.plot(x, np.fmax.accumulate(fitness), color=OTHERS[0], drawstyle="steps-post", label="best so far")
+    if not finite.all():
+        bottom = axes.get_xaxis_transform()
+        axes.plot(
+            x[~finite], np.zeros((~finite).sum()), "x", color=OTHERS[3], transform=bottom, clip_on=False, label="not finite"
+        )
+    axes.set(xlabel="generation", ylabel="fitness")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    plain(axes)
+
+
+def _losses(figure: Figure, records: Sequence[Mapping[str, Any]]) -> None:
+    """The whole objective, and below it, on scales of their own, what it is made of, where that is more than one loss."""
+    step = [record["step"] for record in records]
+    train = _column(record["train_loss"] for record in records)
+    objective, text = -_column(record["fitness"] for record in records), _column(record["text_loss"] for record in records)
+    tasks, has_text = np.array([record["task_losses"] for record in records], float), bool(np.isfinite(text).any())
+    with_tasks = has_text or tasks.shape[1] > 1
+    figure.set_size_inches(7.2, 4.4 + 1.5 * (with_tasks + has_text))
+    panels: list[Axes] = list(figure.subplots(1 + with_tasks + has_text, sharex=True, squeeze=False)[:, 0])
+    panels[0].plot(step, train, "s--", color=BASELINE, markersize=4, linewidth=1.2, label="objective, minibatches")
+    panels[0].plot(step, objective, "o-", color=FOUND, markersize=5, label="objective, held back")
+    panels[0].set(ylabel="objective (nats)")
+    if with_tasks:
+        for at, losses in enumerate(tasks.T):
+            name = f"answers, task {at + 1}, held back" if tasks.shape[1] > 1 else "answers, held back"
+            panels[1].plot(step, losses, f"{'vDPX'[at % 4]}-", color=OTHERS[at % 3], markersize=4, linewidth=1.2, label=name)
+        panels[1].set(ylabel="nats a prompt")
+    if has_text:
+        panels[2].plot(step, text, "^-", color=OTHERS[3], markersize=4, label="plain text, held back")
+        panels[2].set(ylabel="nats a token")
+    panels[-1].set(xlabel="step")
+    for axes in panels:
+        plain(axes)
+
+
+def _column(values: Iterable[float | None]) -> Float[np.ndarray, "N"]:
+    return np.array([np.nan if value is None else value for value in values], float)
 
 
 def _points(axes: Axes, factors, control_points, curve_xy, layers: tuple[int, int]) -> None:
@@ -143,7 +209,7 @@ def _points(axes: Axes, factors, control_points, curve_xy, layers: tuple[int, in
     axes.margins(y=0.12)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.figure.legend(loc="outside lower center", ncols=2, frameon=False)
-    _plain(axes)
+    plain(axes)
 
 
 def _heat_map(axes: Axes, factors, granularity: Granularity) -> None:
@@ -167,13 +233,15 @@ def _heat_map(axes: Axes, factors, granularity: Granularity) -> None:
     bar.minorticks_off()
 
 
-def _plain(axes: Axes) -> None:
+def plain(axes: Axes) -> None:
+    """Only the two axes that are read, and a light grid behind what is drawn."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#e4e4e4", linewidth=0.8)
     axes.set_axisbelow(True)
 
 
-def _save(figure: Figure, stem: Path) -> tuple[Path, Path]:
+def save(figure: Figure, stem: Path) -> tuple[Path, Path]:
+    """Write stem.png and stem.svg (a dot in the stem is no suffix); returns their paths."""
     png, svg = stem.with_name(stem.name + ".png"), stem.with_name(stem.name + ".svg")
     with matplotlib.rc_context({"svg.hashsalt": "lpes"}):  # ids in the SVG from this, not from a random number
         figure.savefig(png)

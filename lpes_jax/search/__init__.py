@@ -1,5 +1,6 @@
 """Search a model's layer factors: `run_search(preset("quick"))`, or `python -m lpes_jax.search`."""
 
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,10 +16,13 @@ from lpes_jax.evaluation import BASELINE, PLAIN, results_record, rows, write_sam
 from lpes_jax.factors import write_json
 from lpes_jax.models.llama import load
 from lpes_jax.models.llama.chat import make_chat
-from lpes_jax.report.plots import factors_by_layer, u_curve
-from lpes_jax.report.tables import console, markdown, position_table
+from lpes_jax.provenance import check_deterministic
+from lpes_jax.report.html import write_page
+from lpes_jax.report.plots import factors_by_layer, search_history, u_curve
+from lpes_jax.report.tables import console, differences, markdown, position_table
 from lpes_jax.search.loop import SearchResult, search
-from lpes_jax.search.settings import SearchSettings, as_record, check, preset
+from lpes_jax.search.run_folder import RunFolder
+from lpes_jax.search.settings import SearchSettings, as_record, check, preset, preset_values
 from lpes_jax.tasks.chat import ChatTask
 from lpes_jax.tasks.flags import tasks_of, title_of
 
@@ -28,10 +32,13 @@ __all__ = ["SearchResult", "SearchSettings", "preset", "run_search"]
 def run_search(settings: SearchSettings) -> SearchResult:
     """Load the model, search, measure what was found on held-out questions, and leave the run's folder.
 
-    Raises UserError where the settings, the model or the data cannot be used, before anything is searched.
+    Raises UserError where the settings, the model or the data cannot be used, before anything is searched, and Interrupted (a
+    KeyboardInterrupt) for a SIGINT or SIGTERM, when the batch under way is scored and saved: `resume` goes on from there. A
+    run that was cut off while it measured on held-out questions measures these anew.
     """
     started = time.time()
     check(settings)
+    check_deterministic(settings.deterministic)
     if settings.task == "perplexity":
         raise UserError("--task perplexity has no questions to search on; search on another task and evaluate on this one")
     tasks = tasks_of(settings, max_new_tokens=settings.max_new_tokens)
@@ -46,16 +53,30 @@ def run_search(settings: SearchSettings) -> SearchResult:
     if chat is not None:
         tasks = [ChatTask(task, chat.render) for task in tasks]
     identity = loaded.identity | {"chat": chat and chat.record}
-    result = search(settings, loaded.model, loaded.tokenizer, tasks, identity, loaded.stop_ids)
-    folder = settings.output_path
     config = as_record(settings) | {"model_identity": identity}
-    records = [results_record(it.task, it.outcomes, it.places, config, started) for it in result.reports]
-    evaluation = records[0] if len(records) == 1 else _together(titles, records)
-    factors = replace(result.factors, evaluation=evaluation["methods"])
-    factors.save(folder / "factors.json")
-    write_samples(folder / "samples.jsonl", [outcome for report in result.reports for outcome in report.outcomes])
-    write_json(folder / "results.json", evaluation)
-    _report(replace(result, factors=factors), settings, folder, titles, loaded.identity["name"])
+
+    def finish(result: SearchResult, folder: RunFolder) -> SearchResult:
+        records = [results_record(it.task, it.outcomes, it.places, config, started) for it in result.reports]
+        evaluation = records[0] if len(records) == 1 else _together(titles, records)
+        evaluation |= {"selection": result.selection, "compilations": result.compilations}
+        result = replace(result, factors=replace(result.factors, evaluation=evaluation["methods"]))
+        result.factors.save(folder.path / "factors.json")
+        outcomes = [outcome for report in result.reports for outcome in report.outcomes]
+        write_samples(folder.path / "samples.jsonl", outcomes)
+        name = loaded.identity["name"]
+        text, pictures = _report(result, settings, folder.path, titles, name, [it["methods"] for it in records])
+        history = [json.loads(line) for line in folder.history_path.read_text(encoding="utf-8").splitlines()]
+        pictures["All individuals"] = search_history(folder.path / "history", history, f"{name}: {settings.algorithm}")[1]
+        head = f"Search: {name}, {', '.join(titles)}"
+        given = preset_values(getattr(settings, "preset", "default"), settings.algorithm)
+        write_page(folder.path, "search", head, settings, evaluation, text, pictures, result.factors.search, given)
+        folder.settle()
+        write_json(folder.path / "results.json", evaluation)  # last: where it is, all is
+        return result
+
+    result = search(settings, loaded.model, loaded.tokenizer, tasks, identity, loaded.stop_ids, finish)
+    if not result.reports:
+        console().print(f"the run in {settings.output_path} is complete, nothing was done", highlight=False, soft_wrap=True)
     return result
 
 
@@ -68,9 +89,17 @@ def _together(titles: Sequence[str], records: Sequence[dict[str, Any]]) -> dict[
     return merged
 
 
-def _report(result: SearchResult, settings: SearchSettings, folder: Path, titles: Sequence[str], model: str) -> None:
+def _report(
+    result: SearchResult,
+    settings: SearchSettings,
+    folder: Path,
+    titles: Sequence[str],
+    model: str,
+    figures: Sequence[dict[str, Any]],
+) -> tuple[str, dict[str, Path]]:
+    """Print it, and write results.md and the pictures; the text, and the pictures by their captions."""
     bezier = settings.curve == "bezier" and result.control_points is not None
-    factors_by_layer(
+    _, drawn_factors = factors_by_layer(
         folder / "factors",
         result.factors.factors,
         result.control_points if settings.curve in ("bezier", "linear", "step") else None,
@@ -79,8 +108,8 @@ def _report(result: SearchResult, settings: SearchSettings, folder: Path, titles
         result.factors.granularity,
         layers=tuple(result.factors.curve["layers"]) if result.factors.curve else None,
     )
-    out, tables = console(), []
-    for what, report in zip(titles, result.reports, strict=True):
+    out, tables, pictures = console(), [], {}
+    for what, report, methods in zip(titles, result.reports, figures, strict=True):
         positions = [position for _, position in report.places]
         title = f"{model}, {what}, {len(report.outcomes[0].main)} held-out questions"
         drawn = [outcome for outcome in report.outcomes if outcome.candidate.name != PLAIN]
@@ -92,18 +121,35 @@ def _report(result: SearchResult, settings: SearchSettings, folder: Path, titles
             for outcome in drawn
         }
         name = "positions" if len(titles) == 1 else f"positions_{what.replace(' ', '_').replace('-', '_')}"
-        u_curve(folder / name, positions, curves, title)
-        tables.append(("" if len(titles) == 1 else f"{what}\n\n") + markdown(rows(report.outcomes), positions) + "\n")
-        out.print(position_table(rows(report.outcomes), positions, title))
-    (folder / "results.md").write_text("\n".join(tables), encoding="utf-8")
+        pictures[f"Accuracy by position: {what}"] = u_curve(folder / name, positions, curves, title)[1]
+        table_rows = rows(report.outcomes)
+        tables += [f"{what}\n"] if len(titles) > 1 else []
+        tables += [f"{markdown(table_rows, positions)}\n", f"{differences(methods)}\n"]
+        out.print(position_table(table_rows, positions, title))
+    tables.append(f"{_winners_curse(result.selection)}\n")
+    text = "\n".join(tables)
+    (folder / "results.md").write_text(text, encoding="utf-8")
     search = result.factors.search
     out.print(
         f"{search['individuals']} individuals, {search['evaluations']} scored by the model, "
-        f"{search['compilations']} compiled shapes, {search['seconds']:.0f} s. "
+        f"{result.compilations} compiled shapes, {search['seconds']:.0f} s. "
         f"'{PLAIN}' has no forced opener behind the prompt; p is against '{BASELINE}', over questions.",
         highlight=False,
     )
+    out.print(_winners_curse(result.selection), highlight=False)
     out.print(f"run folder: {folder}", highlight=False, soft_wrap=True)
+    return text, pictures | {"Factors by layer": drawn_factors}
+
+
+def _winners_curse(selection: dict[str, Any]) -> str:
+    """What a search score is worth."""
+    chosen = f"Accuracy by the search's weights: the found factors, the best of {selection['chosen_of']}, have "
+    chosen += f"{100 * selection['accuracy_where_chosen']:.1f} % on the questions that they were chosen on"
+    curse = "the best of many is partly the luckiest (winner's curse)"
+    if "baseline_held_out" not in selection:
+        return f"{chosen}, of which some is luck, as {curse}: quote the held-out figures."
+    held_out, baseline = (f"{100 * selection[name]:.1f} %" for name in ("accuracy_held_out", "baseline_held_out"))
+    return f"{chosen} and {held_out} on held-out ones (baseline {baseline}). Quote the second: {curse}."
 
 
 _LABELS = {"uniform": "tuned uniform factor", "pi": "mean of the factors (PI)", "lpes": "found factors (LPES)"}

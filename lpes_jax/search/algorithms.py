@@ -121,15 +121,18 @@ class Gradient:
         self.parameters, self.project, self.values = box_parameters(settings, space)
 
     def run(self, model: Llama, tokenizer: Tokenizer, prompts: Sequence[Sequence[Prompt]], fitness: Fitness) -> None:
-        started = time.time()
         train, held_back, longest = self._data(model, tokenizer, prompts, fitness)
         apply = factors_applied(self.space, self.values, model.config.rope_table(longest))
         folder = fitness.folder
-        resume = folder.load_state(initial_state(self.parameters, len(prompts)))
-        if resume is not None:
-            fitness.records = folder.keep(1 + math.ceil(resume.step / self.gradient.look_every))
-        else:
-            folder.keep(0)
+
+        def lines(state: State) -> int:
+            return 1 + math.ceil(state.step / self.gradient.look_every)
+
+        # The newest state whose lines are all there; the line behind it may be there as well, and is made again.
+        kept = folder.states(initial_state(self.parameters, len(prompts)))
+        resume = next((state for state in kept if lines(state) <= len(folder.recorded)), None)
+        fitness.records = folder.keep(0 if resume is None else lines(resume))
+        started = time.time() - (fitness.records[-1]["seconds"] if fitness.records else 0)
         space, values, stay_close = self.space, self.values, self.settings.stay_close
 
         def penalty(parameters: Parameters) -> Float[Array, ""]:
@@ -155,6 +158,9 @@ class Gradient:
             text = "" if record["text_loss"] is None else f", of text {look.text_loss:.4f}"
             losses = " ".join(f"{loss:.3f}" for loss in look.task_losses)
             fitness.progress.note(f"step {look.step}/{self.gradient.steps}  loss on held-back questions {losses}{text}")
+            if record["fitness"] is None and look.step == 0:
+                raise UserError("the loss is not finite at the start; try --dtype float32, or another --initial-factor")
+            fitness.stop.check()
 
         descend(
             model,

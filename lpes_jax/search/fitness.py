@@ -5,7 +5,8 @@ log-likelihood. Individuals with the same factors are scored once. Letters: P po
 """
 
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -20,27 +21,34 @@ from lpes_jax.rope import Granularity
 from lpes_jax.scoring import GeneratedScorer, OptionScorer, Scorer
 from lpes_jax.search.run_folder import RunFolder
 from lpes_jax.search.settings import SearchSettings
+from lpes_jax.search.stop import GracefulStop
 from lpes_jax.search.strategies import BudgetSpent
 from lpes_jax.tasks import prompts as task_prompts
 from lpes_jax.tasks.prompts import Prompt, Task
 
-SCORES = ("fitness", "accuracy", "log_likelihood")
+Trace = Callable[[int, Float[np.ndarray, "L *units"], Granularity], int | str | None]  # (prompt, factors, granularity) -> layer
+SCORES = ("fitness", "accuracy", "log_likelihood", "not_finite")  # the last where it applies
 
 
 class Fitness:
-    """Scores generations and keeps the history: `records` are the lines of history.jsonl."""
+    """Scores generations and keeps the history: `records` are the lines of history.jsonl.
+
+    `first_bad_layer` says where a score became NaN or infinite (`lpes_jax.search.non_finite`).
+    """
 
     def __init__(
         self,
         settings: SearchSettings,
         scorer: Scorer | OptionScorer | GeneratedScorer,
+        first_bad_layer: Trace,
         positions: Sequence[int],
         granularity: Granularity,
         folder: RunFolder,
         progress: SearchProgress,
+        stop: GracefulStop,
     ):
-        self.settings, self.scorer, self.folder, self.progress = settings, scorer, folder, progress
-        self.positions = positions
+        self.settings, self.scorer, self.folder, self.progress, self.stop = settings, scorer, folder, progress, stop
+        self.first_bad_layer, self.positions = first_bad_layer, positions
         self.granularity: Granularity = granularity
         self.weights = settings.weights if len(positions) == len(settings.search_positions) else (1.0,)
         self.records: list[dict[str, Any]] = []
@@ -58,16 +66,22 @@ class Fitness:
         """The fitness of a generation, NaN where scores are not finite; a line of history for each individual.
 
         `drafts` are the lines without factors and scores. Raises BudgetSpent when `--max-evaluations` individuals were scored,
-        with no individual scored beyond.
+        with no individual scored beyond, and UserError when no score is finite: there is nothing to go on from.
         """
         best = f"best {self.best['fitness']:.4f}" if self.records and self.best["fitness"] is not None else ""
         self.progress.note(f"generation {number}/{of}  {best}")
         before = len(self.records)
-        for start in range(0, len(drafts), self.scorer.individuals_at_once):
-            block = slice(start, start + self.scorer.individuals_at_once)
+        at_once = self.scorer.individuals_at_once
+        for start in range(0, len(drafts), at_once):
+            block = slice(start, start + at_once)
             self._block(drafts[block], factors[block])
-        scores = [record["fitness"] for record in self.records[before:]]
-        return np.array([np.nan if score is None else score for score in scores])
+        made = self.records[before:]
+        if bad := [record for record in made if record["fitness"] is None]:
+            where = f"generation {number}: {len(bad)} of {len(made)} have scores that are not finite; {_told(bad[0])}"
+            if len(bad) == len(made):
+                raise UserError(f"{where}; try --dtype float32, or factors nearer to 1 (--min-factor, --max-factor)")
+            print(f"note: {where}", file=sys.stderr)
+        return np.array([np.nan if record["fitness"] is None else record["fitness"] for record in made])
 
     def of_factors(self, factors: Float[np.ndarray, "P L *units"], granularity: Granularity = "layer") -> list[dict[str, Any]]:
         """Fitness, accuracy and log-likelihood of factors, scored where they have not been seen."""
@@ -76,8 +90,10 @@ class Fitness:
         if unseen:
             scores = self.scorer(np.stack(list(unseen.values())), granularity, on_prompts=self.progress.prompts)
             self.evaluations += len(unseen)
-            for key, correct, log_likelihood in zip(unseen, *scores, strict=True):
+            for (key, row), correct, log_likelihood in zip(unseen.items(), *scores, strict=True):
                 self._seen[key] = self._summary(correct, log_likelihood)
+                if not np.isfinite(log_likelihood).all():
+                    self._seen[key]["not_finite"] = self._where(row, granularity, log_likelihood)
         return [self._seen[_key(row)] for row in factors]
 
     def _block(self, drafts: list[dict[str, Any]], factors: Float[np.ndarray, "P L *units"]) -> None:
@@ -89,16 +105,19 @@ class Fitness:
             for draft, row, known in zip(drafts[:fits], factors, cached, strict=False)
         ]
         recorded = self.folder.recorded[len(self.records) : len(self.records) + len(drafts)]
-        for draft, record, key in zip(drafts, recorded, keys, strict=False):
+        for draft, record in zip(drafts, recorded, strict=False):
             self.folder.must_continue(draft, record)
-            if not record["cached"]:
-                self.evaluations += 1
-                self.progress.skip(self.scorer.num_prompts)
-            self._seen[key] = {name: record[name] for name in SCORES}
-        summaries = self.of_factors(factors[:fits], self.granularity) if fits else []
-        records = [draft | summary for draft, summary in zip(drafts, summaries, strict=True)]
+        if len(recorded) == len(drafts):
+            self.evaluations += sum(not record["cached"] for record in recorded)
+            self.progress.skip(len(recorded) * self.scorer.num_prompts)
+            summaries = [{name: record[name] for name in SCORES if name in record} for record in recorded]
+            self._seen |= zip(keys, summaries, strict=False)
+        else:  # a block that was cut is scored again as a whole: likelihoods may hang on who is scored together, by a digit
+            summaries = self.of_factors(factors[:fits], self.granularity)
+        records = recorded + [draft | summary for draft, summary in zip(drafts, summaries, strict=True)][len(recorded) :]
         self.folder.append(records[len(recorded) :])
         self.records += records
+        self.stop.check()
         if fits < len(cached) or self.evaluations == self.settings.max_evaluations:
             raise BudgetSpent
 
@@ -108,6 +127,13 @@ class Fitness:
             return len(cached)
         needed = np.cumsum([not known for known in cached])
         return int((needed <= self.settings.max_evaluations - self.evaluations).sum())
+
+    def _where(
+        self, factors: Float[np.ndarray, "L *units"], granularity: Granularity, log_likelihood: Float[np.ndarray, "N"]
+    ) -> dict[str, Any]:
+        """The first prompt with a score that is not finite, and the layer in which it arises."""
+        prompt = int(np.flatnonzero(~np.isfinite(log_likelihood))[0])
+        return {"prompt": prompt, "first_layer": self.first_bad_layer(prompt, factors, granularity)}
 
     def _summary(self, correct: np.ndarray, log_likelihood: np.ndarray) -> dict[str, Any]:
         places = len(self.positions)
@@ -132,6 +158,16 @@ class Fitness:
                 for position, value in zip(self.positions, likelihood.mean(axis=0).tolist(), strict=True)
             },
         }
+
+
+def _told(record: dict[str, Any]) -> str:
+    """A record without finite scores in words: its factors, and where it goes wrong."""
+    where = record["not_finite"]
+    layer = where["first_layer"]
+    first = {None: "", "embedding": " in the embedding", "logits": " in the logits"}.get(layer, f" in layer {layer}")
+    factors = np.asarray(record["factors"]).ravel()
+    shown = " ".join(f"{factor:g}" for factor in factors[:32]) + (" ..." if len(factors) > 32 else "")
+    return f"individual {record['id']}, factors {shown}: first{first or ' in no layer when alone'}, at prompt {where['prompt']}"
 
 
 def tie_break_scale(weights: Sequence[float], examples: int) -> float:

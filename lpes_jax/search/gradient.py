@@ -33,8 +33,9 @@ from jaxtyping import Array, Bool, Float, Int
 from lpes_jax.errors import UserError
 from lpes_jax.models.llama.method import of_table
 from lpes_jax.models.llama.model import Llama
+from lpes_jax.prefixes import SharedBatch, pack_trees, tree_of
 from lpes_jax.rope import RopeTable
-from lpes_jax.scoring import Batch, batch_scores, pack_rows, token_nll
+from lpes_jax.scoring import batch_scores, token_nll
 from lpes_jax.tasks.prompts import EncodedPrompt
 
 Parameters = Any  # a pytree of float arrays
@@ -76,16 +77,14 @@ class GradientSettings:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Examples:
-    """Prompts of one task as rows: prompt n has the rows n R ... n R + R - 1, of which `is_row` are answers of its own."""
+    """Prompts of one task, each a tree of R rows, of which `is_row` are answers of its own; the prompt itself is shared."""
 
-    batch: Batch
+    batch: SharedBatch
     is_row: Bool[Array, "N R"]
     weights: Float[Array, "N"]
 
     def __getitem__(self, at: Int[Array, "n"]) -> "Examples":
-        rows = self.is_row.shape[1]
-        of_prompts = (at[:, None] * rows + jnp.arange(rows, dtype=at.dtype)).ravel()
-        return Examples(jax.tree.map(lambda leaf: leaf[of_prompts], self.batch), self.is_row[at], self.weights[at])
+        return Examples(jax.tree.map(lambda leaf: leaf[at], self.batch), self.is_row[at], self.weights[at])
 
 
 @dataclass(frozen=True)
@@ -134,17 +133,19 @@ def initial_state(parameters: Parameters, num_tasks: int) -> State:
 def pack(prompts: Sequence[EncodedPrompt], weights: Sequence[float], most_answers: int = 2) -> Examples:
     """All prompts padded to one length, each with as many rows as the prompt with the most answers, `most_answers` at most.
 
-    A row is a pass through the model, and every prompt has as many: a single question with thirteen admitted answers, as there
-    is one in lost-in-the-middle's file, must not make all others thirteen times as dear. The first answers are the usual ones.
+    Every prompt has as many rows: a single question with thirteen admitted answers, as there is one in lost-in-the-middle's
+    file, must not make all others dearer. The first answers are the usual ones.
     """
-    prompts = [EncodedPrompt(prompt.ids, prompt.answers[:most_answers]) for prompt in prompts]
-    most = max(len(prompt.answers) for prompt in prompts)
-    rows, is_row = [], np.zeros((len(prompts), most), bool)
-    for number, prompt in enumerate(prompts):
-        answers = prompt.answers + [prompt.answers[0]] * (most - len(prompt.answers))
-        rows += [(prompt.ids, answer) for answer in answers]
-        is_row[number, : len(prompt.answers)] = True
-    return Examples(pack_rows(rows), jnp.asarray(is_row), jnp.asarray(weights, jnp.float32))
+    admitted = [prompt.answers[:most_answers] for prompt in prompts]
+    most = max(map(len, admitted))
+    rows = [
+        (prompt.ids, answer)
+        for prompt, answers in zip(prompts, admitted, strict=True)
+        for answer in answers + [answers[0]] * (most - len(answers))
+    ]
+    trees = [tree_of(rows, list(range(first, first + most))) for first in range(0, len(rows), most)]
+    is_row = [[row % most < len(answers) for row in tree.rows] for tree, answers in zip(trees, admitted, strict=True)]
+    return Examples(pack_trees(trees, rows), jnp.array(is_row), jnp.asarray(weights, jnp.float32))
 
 
 def prompt_scores(

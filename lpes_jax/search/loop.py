@@ -1,24 +1,32 @@
 """A search from its settings to its factors: the examples, the algorithm around what scores them, the held-out report."""
 
+import contextlib
+import hashlib
+import signal
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
-from lpes_jax.errors import UserError
-from lpes_jax.evaluation import BASELINE, PLAIN, Candidate, Outcome, default_metrics, environment, evaluate, slots_of
+from lpes_jax.errors import Interrupted, UserError
+from lpes_jax.evaluation import BASELINE, PLAIN, Candidate, Outcome, default_metrics, evaluate, slots_of
 from lpes_jax.factors import LayerFactors, read_json, write_json
 from lpes_jax.models.llama.model import Llama
+from lpes_jax.provenance import content_sha256, environment, prompts_sha256
 from lpes_jax.report.progress import SearchProgress
+from lpes_jax.rope import Granularity
 from lpes_jax.search.algorithms import make_algorithm
 from lpes_jax.search.fitness import Fitness, fit, make_scorer, search_prompts
+from lpes_jax.search.non_finite import first_bad_layer
 from lpes_jax.search.run_folder import RunFolder
 from lpes_jax.search.settings import SearchSettings, as_record, scaled_layers, search_space
+from lpes_jax.search.space import Space
+from lpes_jax.search.stop import GracefulStop
 from lpes_jax.search.strategies import BudgetSpent
-from lpes_jax.tasks.prompts import Task
+from lpes_jax.tasks.prompts import Prompt, Task, token_ids
 
 _HELD_OUT = 5  # candidates of the held-out report: plain, baseline, uniform, pi, lpes
 
@@ -34,16 +42,25 @@ class Report:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found, and how it did on each task (length). `control_points` are of a curve of one factor a layer."""
+    """What a search found, and how it did on each task (length). `control_points` are of a curve of one factor a layer.
+
+    `reports` is empty where a run was resumed that is complete: its folder has them. `selection` is the accuracy (weighted,
+    0 to 1) on the questions that the factors were chosen on, and on held-out ones where these are measured likewise.
+    """
 
     factors: LayerFactors
     reports: list[Report]
     control_points: Float[np.ndarray, "C 2"] | None
+    selection: dict[str, Any] = field(default_factory=dict)
+    compilations: int = 0
 
     @property
     def outcomes(self) -> list[Outcome]:
         """Of the first task."""
         return self.reports[0].outcomes
+
+
+Finish = Callable[[SearchResult, RunFolder], SearchResult]
 
 
 def search(
@@ -53,11 +70,13 @@ def search(
     tasks: Sequence[Task],
     identity: dict[str, Any],
     stop_ids: Sequence[int] = (),
+    finish: Finish = lambda result, folder: result,
 ) -> SearchResult:
     """Run the search, its settings checked, and leave its history. Factors are to be good for all `tasks` alike.
 
-    `identity` names the model in the records (name, num_layers, sha256); `stop_ids` end a generated text. Raises UserError for
-    what the user got wrong, before anything is scored.
+    `identity` names the model in the records (name, num_layers, sha256); `stop_ids` end a generated text; `finish` gets the
+    result while the folder is still locked, and may write there. Raises UserError for what the user got wrong, before anything
+    is scored, and Interrupted for a SIGINT or SIGTERM, with all that was scored saved.
     """
     started = time.time()
     config = model.config
@@ -73,75 +92,137 @@ def search(
         search_prompts(settings, config, task, tokenizer, task.examples("search", settings.limit, settings.seed), places)
         for task, places in zip(tasks, searched, strict=True)
     ]
+    everything = [prompt for of_task in prompts for prompt in of_task]
     held_out = [task.examples("test", settings.test_limit, settings.seed) for task in tasks]
     scorer = make_scorer(settings, model, tokenizer, tasks, prompts, stop_ids)
+    asked = list(everything)
     for task, examples, places in zip(tasks, held_out, reported, strict=True):
-        _check_held_out(settings, model, tokenizer, task, examples, places, metrics)
-    folder = RunFolder(settings.output_path, {"model": identity, "settings": as_record(settings)}, settings.resume)
+        asked += _check_held_out(settings, model, tokenizer, task, examples, places, metrics)
+
+    def trace(prompt: int, factors: Float[np.ndarray, "L *units"], granularity: Granularity) -> int | str | None:
+        [ids] = token_ids(tokenizer, [everything[prompt].text + (everything[prompt].answers or ("",))[0]])
+        return first_bad_layer(model, ids, factors, granularity)
 
     candidates = sum((_HELD_OUT - (task.plain is None)) * len(of_task) * len(places)
                      for task, of_task, places in zip(tasks, held_out, reported, strict=True))  # fmt: skip
     total = (algorithm.individuals + settings.uniform_candidates) * scorer.num_prompts + candidates
-    with SearchProgress(total) as progress:
-        fitness = Fitness(settings, scorer, [position for _, position in searched[0]], space.granularity, folder, progress)
+    with RunFolder(settings.output_path, _config(settings, model, identity, space, asked), settings.resume) as folder:
+        if folder.is_complete:
+            return _as_left(folder)
         try:
-            algorithm.run(model, tokenizer, prompts, fitness)
-        except BudgetSpent:
-            pass
-        budget, fitness.settings = fitness.evaluations, replace(settings, max_evaluations=None)
-        progress.note("tuning one uniform factor on the same examples")
-        uniform = _tuned_uniform(settings, fitness, config.num_layers)
-        progress.note("measuring on held-out questions")
-        best = fitness.best
-        points = best["control_points"]
-        found = LayerFactors(
-            np.array(best["factors"]),
-            granularity=space.granularity,
-            model=identity,
-            curve={"type": settings.curve, "control_points": points, "layers": [layers[0], layers[-1]]},
-            rope=config.rope.to_hf(),
-            search={
-                **as_record(settings),
-                "search_space": algorithm.search_space,
-                "fitness_of_best": best["fitness"],
-                "best_individual": best["id"],
-                "individuals": len(fitness.records),
-                "evaluations": fitness.evaluations,
-                "evaluations_of_algorithm": budget,
-                "uniform": uniform,
-                "compilations": scorer.compilations,
-                "seconds": round(time.time() - started, 3),
-                **environment(),
-            },
-        )
-        reports = [
-            Report(
-                task,
-                places,
-                evaluate(
-                    model,
-                    tokenizer,
-                    task,
-                    examples,
-                    places,
-                    [
-                        Candidate(PLAIN, plain=True),
-                        Candidate(BASELINE),
-                        Candidate("uniform", LayerFactors.uniform(uniform["factor"], config.num_layers)),
-                        Candidate("pi", LayerFactors.uniform(float(found.factors.mean()), config.num_layers)),
-                        Candidate("lpes", found),
-                    ],
-                    metrics=metrics,
-                    max_new_tokens=settings.max_new_tokens,
-                    stop_ids=stop_ids,
-                    overlength=settings.overlength,
-                    batch_size=settings.batch_size,
-                    on_prompts=progress.prompts,
-                ),
-            )
-            for task, examples, places in zip(tasks, held_out, reported, strict=True)
-        ]
-    return SearchResult(found, reports, None if points is None else np.array(points))
+            with SearchProgress(total) as progress:
+                with GracefulStop() as stop:
+                    positions = [position for _, position in searched[0]]
+                    fitness = Fitness(settings, scorer, trace, positions, space.granularity, folder, progress, stop)
+                    try:
+                        algorithm.run(model, tokenizer, prompts, fitness)
+                    except BudgetSpent:
+                        pass
+                    budget, fitness.settings = fitness.evaluations, replace(settings, max_evaluations=None)
+                    progress.note("tuning one uniform factor on the same examples")
+                    uniform = _tuned_uniform(settings, fitness, config.num_layers)
+                progress.note("measuring on held-out questions")
+                best = fitness.best
+                points = best["control_points"]
+                found = LayerFactors(
+                    np.array(best["factors"]),
+                    granularity=space.granularity,
+                    model=identity,
+                    curve={"type": settings.curve, "control_points": points, "layers": [layers[0], layers[-1]]},
+                    rope=config.rope.to_hf(),
+                    search={
+                        **as_record(settings),
+                        "search_space": algorithm.search_space,
+                        "fitness_of_best": best["fitness"],
+                        "best_individual": best["id"],
+                        "individuals": len(fitness.records),
+                        "evaluations": fitness.evaluations,
+                        "evaluations_of_algorithm": budget,
+                        "uniform": uniform,
+                        "seconds": round(time.time() - started, 3),
+                        **environment(),
+                    },
+                )
+                reports = [
+                    Report(
+                        task,
+                        places,
+                        evaluate(
+                            model,
+                            tokenizer,
+                            task,
+                            examples,
+                            places,
+                            [
+                                Candidate(PLAIN, plain=True),
+                                Candidate(BASELINE),
+                                Candidate("uniform", LayerFactors.uniform(uniform["factor"], config.num_layers)),
+                                Candidate("pi", LayerFactors.uniform(float(found.factors.mean()), config.num_layers)),
+                                Candidate("lpes", found),
+                            ],
+                            metrics=metrics,
+                            max_new_tokens=settings.max_new_tokens,
+                            stop_ids=stop_ids,
+                            overlength=settings.overlength,
+                            batch_size=settings.batch_size,
+                            on_prompts=progress.prompts,
+                        ),
+                    )
+                    for task, examples, places in zip(tasks, held_out, reported, strict=True)
+                ]
+            selection = _selection(settings, fitness, reports)
+            points = None if points is None else np.array(points)
+            with folder.writing():
+                return finish(SearchResult(found, reports, points, selection, scorer.compilations), folder)
+        except KeyboardInterrupt as interrupt:
+            way_on = f"interrupted; what was scored is in {folder.path}: the same command with --resume goes on from there"
+            raise Interrupted(getattr(interrupt, "number", signal.SIGINT), way_on) from None
+
+
+def _config(
+    settings: SearchSettings, model: Llama, identity: dict[str, Any], space: Space, asked: Sequence[Prompt]
+) -> dict[str, Any]:
+    """`config.json`: all that decides a run's results, by content where it is a file's."""
+    files = {"data": settings.data, "text": settings.text}
+    return {
+        "model": identity | {"config_sha256": hashlib.sha256(repr(model.config).encode()).hexdigest()},
+        "settings": as_record(settings),
+        "sha256": {name: content_sha256(path, f"--{name} ") for name, path in files.items() if path is not None}
+        | {"prompts": prompts_sha256(asked), "start": hashlib.sha256(space.x.tobytes() + space.y.tobytes()).hexdigest()},
+        "environment": environment(),
+    }
+
+
+def _as_left(folder: RunFolder) -> SearchResult:
+    """The result of a complete run."""
+    factors = LayerFactors.load(folder.path / "factors.json")
+    points = (factors.curve or {}).get("control_points")
+    return SearchResult(factors, [], None if points is None else np.array(points))
+
+
+def _selection(settings: SearchSettings, fitness: Fitness, reports: Sequence[Report]) -> dict[str, Any]:
+    """Accuracy of the found factors where they were chosen, and of them and the baseline on held-out questions.
+
+    Both at the search's positions and weights; held-out ones only if they were measured there, by the search's verdict.
+    """
+    best, task = fitness.best, reports[0].task
+    if "accuracy" in best:
+        chosen = float(np.dot(fitness.weights, list(best["accuracy"].values())))
+    else:
+        chosen = float(np.mean(best["accuracies"]))
+    selection = {"chosen_of": len(fitness.records), "accuracy_where_chosen": chosen}
+    verdict = task.metrics[0] if task.decided_by == "options" or settings.fitness == "metric" else "prefix"
+    for name, label in (("lpes", "accuracy_held_out"), (BASELINE, "baseline_held_out")):
+        means = []
+        for report in reports:
+            [outcome] = [outcome for outcome in report.outcomes if outcome.candidate.name == name]
+            columns = [position for _, position in report.places]
+            if verdict not in outcome.scores or not set(fitness.positions) <= set(columns):
+                return selection
+            at = [columns.index(position) for position in fitness.positions]
+            means.append(float(outcome.scores[verdict].mean(axis=0)[at] @ np.array(fitness.weights)))
+        selection[label] = float(np.mean(means))
+    return selection
 
 
 def _check_held_out(
@@ -152,28 +233,40 @@ def _check_held_out(
     examples: Sequence[Any],
     places: Sequence[tuple[int, int]],
     metrics: Sequence[str],
-) -> None:
-    """The same check for the held-out prompts as for the others, before the search and not after it."""
-    generates = task.decided_by == "generation" and any(metric != "prefix" for metric in metrics)
+) -> list[Prompt]:
+    """The same check for the held-out prompts as for the others, before the search and not after it. The prompts."""
+    generates, fitted = task.decided_by == "generation" and any(metric != "prefix" for metric in metrics), []
     for version in (task, task.plain):
         if version is not None:
             asked = [version.prompt(example, *place) for example in examples for place in places]
-            fit(settings, model.config, version, tokenizer, asked, generates)
+            fitted += fit(settings, model.config, version, tokenizer, asked, generates)
+    return fitted
 
 
 def _tuned_uniform(settings: SearchSettings, fitness: Fitness, num_layers: int) -> dict[str, Any]:
     """The best of evenly spaced uniform factors, on the search examples, and the whole sweep.
 
     They lie within the bounds, and within 0.5 to 2 where the box is wider: no model's best single factor lies beyond.
+    `uniform.json` is written with each block of them, and a resumed run goes on behind it.
     """
     path = fitness.folder.path / "uniform.json"
     low, high = max(settings.min_factor, min(0.5, settings.max_factor)), min(settings.max_factor, max(2.0, settings.min_factor))
     candidates = np.linspace(low, high, settings.uniform_candidates).round(4)
-    if settings.resume and path.exists():
-        return read_json(path)
-    summaries = fitness.of_factors(np.repeat(candidates[:, None], num_layers, axis=1).astype(np.float32))
-    sweep = [{"factor": float(factor)} | summary for factor, summary in zip(candidates, summaries, strict=True)]
-    best = max(sweep, key=lambda entry: -np.inf if entry["fitness"] is None else entry["fitness"])
-    record = {"factor": best["factor"], "fitness": best["fitness"], "sweep": sweep}
-    write_json(path, record)
+    record: dict[str, Any] = {"sweep": [], "evaluations": 0}
+    if fitness.folder.resumed and path.exists():
+        with contextlib.suppress(UserError):  # a damaged file is written anew
+            record = read_json(path)
+    before, sweep = fitness.evaluations, record["sweep"]
+    fitness.evaluations += record["evaluations"]
+    at_once = fitness.scorer.individuals_at_once
+    for start in range(len(sweep), len(candidates), at_once):
+        block = candidates[start : start + at_once]
+        summaries = fitness.of_factors(np.repeat(block[:, None], num_layers, axis=1).astype(np.float32))
+        sweep += [{"factor": float(factor)} | summary for factor, summary in zip(block, summaries, strict=True)]
+        best = max(sweep, key=lambda entry: -np.inf if entry["fitness"] is None else entry["fitness"])
+        scored = fitness.evaluations - before
+        record = {"factor": best["factor"], "fitness": best["fitness"], "evaluations": scored, "sweep": sweep}
+        with fitness.folder.writing():
+            write_json(path, record)
+        fitness.stop.check()
     return record

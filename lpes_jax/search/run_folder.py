@@ -1,13 +1,22 @@
-"""The folder of a run: `config.json` first, then `history.jsonl` line by line, then the results.
+"""The folder of a run: `config.json`, then `history.jsonl` line by line, then the results, `results.json` last.
 
 The history is the state. A search is a function of its settings and of the scores it has seen, so a run that was cut off is
 resumed by running it again from the start with the scores of the history in place of the model's: it makes the same
-candidates, and goes on where the lines end. A line cut in two by a kill is dropped. A gradient search scores nothing that could
-be replayed: it leaves `state.npz` with each line, and goes on from there.
+candidates, and goes on where the lines end. A gradient search scores nothing that could be replayed: it leaves `state.npz`
+with each line, and the state before it as `state.previous.npz`.
+
+What a kill, a full disk or a power cut leaves is good to go on with: lines are on the disk (fsync) before the search goes on, a
+line that was cut in two is dropped, and all other files are written under another name and renamed when they are on the disk.
+While a run is open its history is locked (flock), which ends with the process, however that ends. Where the file system has no
+such locks the user is told, and has to see to it that no two processes write to one folder.
 """
 
 import json
 import os
+import sys
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,57 +27,115 @@ import numpy as np
 from lpes_jax.errors import UserError
 from lpes_jax.factors import read_json, write_json
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+_PLACES = ("settings.model", "model.name", "settings.data", "settings.text", "settings.initial_factors")
+
 
 class RunFolder:
-    """A run's files. Raises UserError where the folder holds another run."""
+    """A run's files, locked until `close`. Raises UserError where the folder holds another run, or a process works in it."""
 
     def __init__(self, path: Path, config: dict[str, Any], resume: bool):
-        """`config` is what decides the run's results; a resumed run must have the same."""
+        """`config` is what decides the run's results, and the `environment`; a resumed run must have the same but for this.
+
+        Paths of files may differ: it has the hashes of their contents.
+        """
         self.path = path
         self.history_path, self.state_path = path / "history.jsonl", path / "state.npz"
         self.recorded: list[dict[str, Any]] = []
-        if resume:
-            self._check(read_json(path / "config.json"), json.loads(json.dumps(config)))
-            self._keep_whole_lines()
-            self.recorded = [json.loads(line) for line in self.history_path.read_text(encoding="utf-8").splitlines()]
-        elif self.history_path.exists():
+        started = self.history_path.exists() or (path / "config.json").exists()
+        if resume and not started and not (path.is_dir() and not any(path.iterdir())):
+            raise UserError(f"--resume: {path} holds no run (no config.json); leave --resume out to begin one")
+        if not resume and self.history_path.exists():
             raise UserError(f"--output-path {path} holds a run already; give --resume to go on with it, or another folder")
-        else:
-            try:
-                path.mkdir(parents=True, exist_ok=True)
-                write_json(path / "config.json", config)
-                self.history_path.touch()
-            except OSError as error:
-                raise UserError(f"--output-path {path}: cannot be written ({error.strerror})") from error
+        with self.writing():
+            path.mkdir(parents=True, exist_ok=True)
+            self._history = self.history_path.open("a+b" if resume else "xb", buffering=0)
+        try:
+            self._lock()
+            kept = self._whole_lines() if resume else b""
+            before = self._config_before(needed=bool(kept)) if resume else None
+            if before is not None:
+                self._check(before, json.loads(json.dumps(config)))
+            self.resumed = bool(kept)
+            with self.writing():
+                os.truncate(self.history_path, len(kept))
+                self._history.seek(0, os.SEEK_END)
+                os.fsync(self._history.fileno())
+                if before is None:
+                    write_json(path / "config.json", config)
+                    sync(path)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "RunFolder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Unlock it. Nothing is left to write."""
+        self._history.close()
+
+    @property
+    def is_complete(self) -> bool:
+        """Are its results there, and of as many lines as its history has?"""
+        if not (self.recorded and (self.path / "results.json").exists() and (self.path / "factors.json").exists()):
+            return False
+        return read_json(self.path / "factors.json")["search"].get("individuals") == len(self.recorded)
 
     def append(self, records: list[dict[str, Any]]) -> None:
         """Add lines to the history; they are on the disk when this returns."""
-        with self.history_path.open("a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(record, allow_nan=False) + "\n" for record in records))
+        lines = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records).encode()
+        with self.writing():
+            while lines:
+                lines = lines[self._history.write(lines) :]
+            os.fsync(self._history.fileno())
 
     def keep(self, count: int) -> list[dict[str, Any]]:
         """Drop all lines of the history but the first `count`, and return these."""
         self.recorded = self.recorded[:count]
         lines = self.history_path.read_bytes().splitlines(keepends=True)[:count]
-        with self.history_path.open("r+b") as file:
-            file.truncate(sum(map(len, lines)))
+        with self.writing():
+            os.truncate(self.history_path, sum(map(len, lines)))
+            self._history.seek(0, os.SEEK_END)
         return list(self.recorded)
 
     def save_state(self, state: Any) -> None:
-        """Keep the numbers of a pytree beside the history, whole or not at all."""
-        temporary = self.state_path.with_name("part.npz")
-        np.savez(temporary, *[np.asarray(leaf) for leaf in jax.tree.leaves(state)])
-        os.replace(temporary, self.state_path)
+        """Keep the numbers of a pytree beside the history, whole or not at all, and the ones before."""
+        temporary = self.path / "part.npz"
+        with self.writing():
+            with temporary.open("wb") as file:
+                np.savez(file, *[np.asarray(leaf) for leaf in jax.tree.leaves(state)])
+                file.flush()
+                os.fsync(file.fileno())
+            if self.state_path.exists():
+                os.replace(self.state_path, self._previous_path)
+            os.replace(temporary, self.state_path)
+            sync(self.path)
 
-    def load_state(self, like: Any) -> Any:
-        """What `save_state` kept, in the structure and types of `like`; None where a run is new."""
-        if not (self.recorded and self.state_path.exists()):
-            return None
+    def states(self, like: Any) -> Iterator[Any]:
+        """What `save_state` kept and can be read, newest first, in the structure and types of `like`."""
         leaves, structure = jax.tree.flatten(like)
-        with np.load(self.state_path, allow_pickle=False) as saved:
-            kept = [saved[name] for name in saved.files]
         types = [type(leaf) if isinstance(leaf, bool | int | float) else jnp.asarray for leaf in leaves]
-        return jax.tree.unflatten(structure, [kind(value) for kind, value in zip(types, kept, strict=True)])
+        for path in (self.state_path, self._previous_path):
+            try:
+                with path.open("rb") as file, np.load(file, allow_pickle=False) as saved:
+                    kept = [saved[name] for name in saved.files]
+                state = [kind(value) for kind, value in zip(types, kept, strict=True)]
+            except (OSError, ValueError, EOFError, KeyError, TypeError, zipfile.BadZipFile):
+                continue
+            yield jax.tree.unflatten(structure, state)
+
+    def settle(self) -> None:
+        """All files of the folder are on the disk when this returns."""
+        for path in self.path.iterdir():
+            sync(path)
 
     def must_continue(self, draft: dict[str, Any], record: dict[str, Any]) -> None:
         """Refuse a line of the history that is not the individual which this search makes in its place."""
@@ -78,19 +145,92 @@ class RunFolder:
                 "(another version of the program or of JAX?); give another --output-path"
             )
 
-    def _check(self, recorded: dict[str, Any], config: dict[str, Any]) -> None:
-        different = [key for key in config.keys() | recorded.keys() if config.get(key) != recorded.get(key)]
-        if different:
-            key = sorted(different)[0]
-            raise UserError(
-                f"--resume: {self.path} was run with {key}={recorded.get(key)!r}, not {config.get(key)!r}; "
-                "give the same settings or another --output-path"
-            )
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """What goes wrong with a file in here is the user's to mend: a full disk, say."""
+        try:
+            yield
+        except FileExistsError as error:  # another process began a run in this moment
+            raise UserError(f"--output-path {self.path} holds a run already; give another folder") from error
+        except OSError as error:
+            way_out = "; make room, then go on with --resume" if self.history_path.exists() else ""
+            reason = f"{error.strerror or error}"
+            raise UserError(f"--output-path {self.path}: cannot be written ({reason}){way_out}") from error
 
-    def _keep_whole_lines(self) -> None:
-        self.history_path.touch()
-        written = self.history_path.read_bytes()
-        whole = written.rfind(b"\n") + 1
-        if whole < len(written):
-            with self.history_path.open("r+b") as file:
-                file.truncate(whole)
+    @property
+    def _previous_path(self) -> Path:
+        return self.path / "state.previous.npz"
+
+    def _lock(self) -> None:
+        try:
+            if fcntl is None:
+                raise OSError
+            fcntl.flock(self._history, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"--output-path {self.path}: another process is working in this folder; wait for it, or give another folder"
+            ) from None
+        except OSError:
+            print(f"note: {self.path} cannot be locked here; let no other process write to it", file=sys.stderr)
+
+    def _config_before(self, needed: bool) -> Any:
+        """config.json; None where it is damaged and not needed: there are no lines that it stands for."""
+        try:
+            return read_json(self.path / "config.json")
+        except UserError:
+            if needed:
+                raise
+            return None
+
+    def _whole_lines(self) -> bytes:
+        """The lines of the history up to the first that is damaged; their records are `recorded`."""
+        kept = b""
+        for line in self.history_path.read_bytes().splitlines(keepends=True):
+            try:
+                record = json.loads(line)
+            except ValueError:
+                break
+            if not (line.endswith(b"\n") and isinstance(record, dict) and record.get("id") == len(self.recorded)):
+                break
+            self.recorded.append(record)
+            kept += line
+        return kept
+
+    def _check(self, recorded: dict[str, Any], config: dict[str, Any]) -> None:
+        before, now = _flat(recorded), _flat(config)
+        different = [key for key in sorted({*before, *now} - {*_PLACES}) if before.get(key) != now.get(key)]
+        elsewhere = [key for key in different if key.startswith("environment.")]
+        if refused := [key for key in different if key not in elsewhere]:
+            named = ", ".join(f"{_flag(key)} {before.get(key)!r} (now {now.get(key)!r})" for key in refused[:4])
+            raise UserError(f"--resume: {self.path} was run with {named}; give the same or another --output-path")
+        if elsewhere:
+            named = ", ".join(f"{_flag(key)} {before.get(key)!r} (now {now.get(key)!r})" for key in elsewhere)
+            print(f"note: {self.path} was begun with {named}; scores may differ in their last digits", file=sys.stderr)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's contents, or a folder's names, are on the disk, where the system can say so."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:  # folders of some file systems
+        if not path.is_dir():
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _flat(record: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested names as one, with dots."""
+    flat = {}
+    for name, value in record.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {f"{prefix}{name}": value}
+    return flat
+
+
+def _flag(key: str) -> str:
+    """What a user calls it."""
+    if key.startswith("settings."):
+        return "--" + key.removeprefix("settings.").replace("_", "-")
+    files = {"sha256.data": "--data", "sha256.text": "--text", "sha256.prompts": "questions", "sha256.start": "a start"}
+    return f"{files[key]} with sha256" if key in files else key

@@ -64,7 +64,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "limit": 100,
         "steps": 300,
         "minibatch_size": 16,
-        "text_weight": 10.0,
+        "text_weight": 20.0,
         "max_text_loss_rise": 0.03,
     },
 }
@@ -212,8 +212,10 @@ class SearchSettings(TaskFlags):
     """Prompts a forward pass (default: chosen from the memory)."""
     population_chunk: int | None = None
     """Individuals a forward pass and device (default: chosen from the memory)."""
+    deterministic: bool = False
+    """On a GPU: only kernels that give the same bits in every run, some of which are slower."""
     resume: bool = False
-    """Go on with the run in --output-path."""
+    """Go on with the run in --output-path; all other flags as they were."""
 
 
 def preset(name: str, **changes: Any) -> SearchSettings:

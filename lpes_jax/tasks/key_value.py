@@ -17,10 +17,16 @@ Examples are made by a seeded generator, the same bytes on every platform, or re
 (`kv-retrieval-75_keys.jsonl.gz`, 140 and 300: lines of ordered_kv_records, key, value). Every example belongs to `search`
 (40 %) or `test` (60 %) by a hash of its gold key alone: the two never overlap, whatever the seeds, counts and files. `all` is
 both.
+
+`queries_per_haystack` > 1 asks several questions about the same pairs, which then stay where they are: the questions move. At a
+position they ask for the keys nearest to it, one key a prompt. So all prompts of a haystack, at all positions, are alike up to
+the key at their end, and what they share is computed once. All keys of a generated haystack are of the example's split; of a
+file's row, those that are asked for.
 """
 
 import random
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -51,6 +57,23 @@ class Example:
 
 
 @dataclass(frozen=True)
+class Question:
+    """The question with this number about pairs that stay in their order; it may ask for those at the slots `askable`."""
+
+    pairs: tuple[tuple[str, str], ...]
+    number: int
+    askable: tuple[int, ...]
+
+    @property
+    def id(self) -> str:
+        return content_id(self.pairs, self.number)
+
+    def slot(self, slot: int) -> int:
+        """Where the pair asked for stands: the nearest to `slot` for question 0, the next for 1, ..."""
+        return sorted(self.askable, key=lambda at: abs(at - slot))[self.number]
+
+
+@dataclass(frozen=True)
 class KeyValue(Generation):
     """The task `kv`.
 
@@ -59,8 +82,7 @@ class KeyValue(Generation):
     data: a .jsonl or .jsonl.gz of lost-in-the-middle; None generates.
     answer_opener: stands at the prompt's end, and the answer is the bare value; None or empty admits `openers` instead.
     query_aware: the key stands before the data as well (lost-in-the-middle's query-aware contextualization).
-    queries_per_haystack: so many examples in turn ask for different keys of the same pairs, one key a prompt; all of these
-        keys are of the example's split.
+    queries_per_haystack: so many examples in turn are questions about the same pairs: see above.
 
     Raises UserError for settings that cannot be; `examples` does for a file that cannot be read.
     """
@@ -95,10 +117,10 @@ class KeyValue(Generation):
                 f"--queries-per-haystack {self.queries_per_haystack}: one prompt asks for one of its {self.num_pairs} pairs, "
                 "so it goes from 1 to --num-pairs"
             )
-        if self.key_length is not None and 4 * self.queries_per_haystack > max(4, 16**self.key_length):
+        if self.queries_per_haystack > 1 and self.key_length is not None and 4 * self.num_pairs > 16**self.key_length:
             raise UserError(
-                f"--queries-per-haystack {self.queries_per_haystack}: a split has too few of the {16**self.key_length} keys; "
-                "use fewer queries or longer keys"
+                f"--queries-per-haystack {self.queries_per_haystack}: a split has too few of the {16**self.key_length} keys "
+                f"for {self.num_pairs} pairs; use longer keys or fewer pairs"
             )
         if not self.answer_opener and not self.openers:
             raise UserError("without --answer-opener at least one of the admitted --openers is needed")
@@ -116,8 +138,8 @@ class KeyValue(Generation):
         """The same questions with nothing behind "Corresponding value:"; None where nothing is forced already."""
         return replace(self, answer_opener=None) if self.answer_opener else None
 
-    def examples(self, split: Split, count: int | None, seed: int) -> list[Example]:
-        """The first `count` examples of the split.
+    def examples(self, split: Split, count: int | None, seed: int) -> list[Any]:
+        """The first `count` examples of the split: of type `Example`, or `Question` where a haystack has several.
 
         Generated: example i comes from a random stream of its own, so more examples leave the first ones as they were;
         and more pairs leave the gold pair and the first others as they were. From a file: the rows of the split in the
@@ -128,21 +150,24 @@ class KeyValue(Generation):
                 raise UserError(f"--limit must not be negative, got {count}" if count else "generated pairs need a --limit")
             haystacks = [self._generate(split, index, seed) for index in range(-(-count // self.queries_per_haystack))]
             return [example for haystack in haystacks for example in haystack][:count]
-        return take(self._read(self.data), split, count, lambda row: split_of(row.key), self.data)
+        return take(self._read(self.data), split, count, _split, self.data)
 
-    def prompt(self, example: Example, slot: int, position: int | None = None) -> Prompt:
-        """The example with its gold pair at `slot`; the other pairs keep their order."""
+    def prompt(self, example: Example | Question, slot: int, position: int | None = None) -> Prompt:
+        """The example with its gold pair at `slot`, the others in their order; or the question about the pair nearest to it."""
         own_position = position_of(slot, self.num_pairs)  # refuses a slot that is not there
-        records = list(example.others)
-        records.insert(slot, (example.key, example.value))
+        if isinstance(example, Question):
+            slot, records = example.slot(slot), example.pairs
+        else:
+            records = [*example.others[:slot], (example.key, example.value), *example.others[slot:]]
+        key, value = records[slot]
         # Not json.dumps: the original writes the strings as they are, one pair a line.
         lines = ",\n ".join(f'"{key}": "{value}"' for key, value in records)
-        text = (QUERY_AWARE_TEMPLATE if self.query_aware else TEMPLATE).format(records=lines, key=example.key)
+        text = (QUERY_AWARE_TEMPLATE if self.query_aware else TEMPLATE).format(records=lines, key=key)
         forced = self.answer_opener or ""
         return Prompt(
             text=text + forced,
-            answers=(example.value,) if forced else tuple(opener + example.value for opener in self.openers),
-            gold=example.value,
+            answers=(value,) if forced else tuple(opener + value for opener in self.openers),
+            gold=value,
             example=example.id,
             position=own_position if position is None else position,
             slot=slot,
@@ -153,33 +178,36 @@ class KeyValue(Generation):
         """lost-in-the-middle's accuracy: the value stands anywhere in the output."""
         return {"substring": float(substring(output, prompt.gold))}
 
-    def _generate(self, split: Split, index: int, seed: int) -> list[Example]:
+    def _generate(self, split: Split, index: int, seed: int) -> list[Example | Question]:
         # Seeding with a string goes through SHA-512, and getrandbits is the bare Mersenne Twister: the same everywhere.
         rng = random.Random(f"lpes kv {seed} {split} {index}")
-        golds: dict[str, str] = {}
-        while len(golds) < self.queries_per_haystack:
+        of_split = 1 if self.queries_per_haystack == 1 else self.num_pairs
+        records: dict[str, str] = {}
+        while len(records) < of_split:
             key, value = self._draw(rng), self._draw(rng)
-            while key in golds or split not in ("all", split_of(key)):
+            while key in records or split not in ("all", split_of(key)):
                 key = self._draw(rng)
-            golds[key] = value
-        records: dict[str, str] = dict(golds)
+            records[key] = value
         while len(records) < self.num_pairs:
             other, other_value = self._draw(rng), self._draw(rng)
             if other not in records:
                 records[other] = other_value
-        pairs = list(records.items())
-        if self.queries_per_haystack > 1:  # or the pairs that another prompt asks for would always come first
-            pairs = [pairs.pop(rng.getrandbits(32) % len(pairs)) for _ in records]
-        return [_asked(pairs, gold) for gold in golds.items()]
+        return self._asked(list(records.items()), 0, range(self.num_pairs))
+
+    def _asked(self, pairs: list[tuple[str, str]], gold: int, askable: Sequence[int]) -> list[Example | Question]:
+        """What is asked of pairs in this order."""
+        if self.queries_per_haystack == 1:
+            return [Example(*pairs[gold], (*pairs[:gold], *pairs[gold + 1 :]))]
+        return [Question(tuple(pairs), number, tuple(askable)) for number in range(self.queries_per_haystack)]
 
     def _draw(self, rng: random.Random) -> str:
         if self.key_length is None:
             return str(uuid.UUID(int=rng.getrandbits(128), version=4))
         return f"{rng.getrandbits(4 * self.key_length):0{self.key_length}x}"
 
-    def _read(self, path: Path) -> list[Example]:
-        seen: dict[Example, str] = {}
-        examples: list[Example] = []
+    def _read(self, path: Path) -> list[Example | Question]:
+        seen: dict[Example | Question, str] = {}
+        examples: list[Example | Question] = []
         for where, row in json_rows(path, ("ordered_kv_records", "key", "value"), ROW):
             asked = self._parse(row, where)
             if asked[0] in seen:
@@ -188,7 +216,7 @@ class KeyValue(Generation):
             examples += asked
         return examples
 
-    def _parse(self, row: dict[str, Any], where: str) -> list[Example]:
+    def _parse(self, row: dict[str, Any], where: str) -> list[Example | Question]:
         key, value = row["key"], row["value"]
         try:
             records = [(other, other_value) for other, other_value in row["ordered_kv_records"]]
@@ -207,14 +235,14 @@ class KeyValue(Generation):
         others = [record for record in records if record[0] != key][: self.num_pairs - 1]
         kept = dict([(key, value), *others])
         pairs = [record for record in records if record[0] in kept]  # in the row's order
-        golds = [(key, value), *(record for record in others if split_of(record[0]) == split_of(key))]
-        if len(golds) < self.queries_per_haystack:
+        askable = [at for at, record in enumerate(pairs) if split_of(record[0]) == split_of(key)]
+        if len(askable) < self.queries_per_haystack:
             raise UserError(
-                f"{where}: only {len(golds)} of its keys are of the same split as the one asked for; "
-                f"use --queries-per-haystack {len(golds)} or less"
+                f"{where}: only {len(askable)} of its keys are of the same split as the one asked for; "
+                f"use --queries-per-haystack {len(askable)} or less"
             )
-        return [_asked(pairs, gold) for gold in golds[: self.queries_per_haystack]]
+        return self._asked(pairs, pairs.index((key, value)), askable)
 
 
-def _asked(pairs: list[tuple[str, str]], gold: tuple[str, str]) -> Example:
-    return Example(*gold, tuple(pair for pair in pairs if pair != gold))
+def _split(example: Example | Question) -> Split:
+    return split_of(example.key if isinstance(example, Example) else example.pairs[example.askable[0]][0])

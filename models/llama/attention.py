@@ -1,10 +1,11 @@
-"""Causal self-attention over right-padded prompts, and attention of one new token over a cache.
+"""Causal self-attention over right-padded prompts and over trees of them, and attention of one new token over a cache.
 
 A sliding window of w lets a query see the last w keys up to its own position, itself among them, as transformers counts.
 
 Letters: B batch, T queries, S cached keys, H heads, K key-value heads (G = H / K heads share one), D head dim.
 """
 
+import math
 from functools import partial
 
 import jax
@@ -15,7 +16,9 @@ from jaxtyping import Array, Float, Int
 
 _BLOCK = 128  # queries a step on the CPU; 64 to 256 measured within noise of each other
 _SPANS = 8
-_LOGITS_AT_ONCE = 64 * 2**20  # bytes of attention logits that the blocked path holds (of one row, or of several short ones)
+# Bytes of attention logits that are in memory together, of one block or of several short rows. On a CPU its caches must hold
+# them: 64 MiB took up to twice as long.
+_LOGITS_AT_ONCE = {"cpu": 2**20, "gpu": 2**27}
 
 
 def causal_attention(
@@ -56,7 +59,7 @@ def blocked_attention(
     batch, length, heads, head_dim = q.shape
     groups = heads // k.shape[2]
     span = block * -(-length // (_SPANS * block))
-    at_once = max(1, min(batch, _LOGITS_AT_ONCE // (4 * heads * min(block, length) * length)))
+    at_once = max(1, min(batch, logits_at_once() // (4 * heads * min(block, length) * length)))
 
     def attend(q_and_start: tuple[Array, Array | int], k: Array, v: Array, first: int) -> Array:
         q, start = q_and_start  # [K, G, block, D], and the position of the first query; `first` is that of the first key
@@ -86,7 +89,57 @@ def blocked_attention(
                 parts.append(over_keys((q[:, :, rest:end], rest)))
         return jnp.concatenate(parts, axis=2).transpose(2, 0, 1, 3).reshape(length, heads, head_dim)
 
-    return jax.lax.map(row, (q, k, v), batch_size=at_once)
+    return jax.vmap(row)((q, k, v)) if at_once == batch else jax.lax.map(row, (q, k, v), batch_size=at_once)
+
+
+def masked_attention(
+    q: Float[Array, "B S H D"],
+    k: Float[Array, "B T K D"],
+    v: Float[Array, "B T K D"],
+    at: Int[Array, "B S"],
+    ends: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    window: int | None = None,
+) -> Float[Array, "B S H D"]:
+    """Attention of some tokens of each row: the query at index `at` sees the keys j with j <= at < ends[j].
+
+    In a tree of prompts, written depth first, these are the query's own path: `ends` is where the tokens below a token end.
+    `positions` are what a window counts in. Exact; a block of queries at a time, a few rows at a time.
+    """
+    batch, length, heads, head_dim = q.shape
+    groups, of_query = heads // k.shape[2], 4 * heads * k.shape[1]  # the bytes of a query's logits
+    most = _BLOCK if jax.default_backend() == "cpu" else max(_BLOCK, logits_at_once() // of_query)
+    block = min(length, 32 * math.ceil(length / math.ceil(length / most) / 32))  # all about as large
+    at_once = max(1, min(batch, logits_at_once() // (of_query * block)))
+    padding = -length % block  # queries of the last block that stand in for none
+    q, at = jnp.pad(q, ((0, 0), (0, padding), (0, 0), (0, 0))), jnp.pad(at, ((0, 0), (0, padding)), mode="edge")
+
+    def row(inputs: tuple[Array, Array, Array, Array, Array, Array]) -> Array:
+        q, k, v, at, ends, positions = inputs
+        q = q.reshape(-1, block, k.shape[1], groups, head_dim).transpose(0, 2, 3, 1, 4)  # [blocks, K, G, block, D]
+        k, v = k.transpose(1, 0, 2), v.transpose(1, 0, 2)  # [K, T, D]
+        keys = jnp.arange(k.shape[1])[None, :]
+
+        def attend(q_and_at: tuple[Array, Array]) -> Array:
+            q, at = q_and_at
+            seen = (keys <= at[:, None]) & (at[:, None] < ends)
+            if window is not None:
+                seen &= positions > positions[at][:, None] - window
+            logits = _einsum("kgtd,ksd->kgts", q, k) * (head_dim**-0.5)
+            weights = _softmax(jnp.where(seen, logits, -jnp.inf), q.dtype)
+            return _einsum("kgts,ksd->kgtd", weights, v).astype(q.dtype)
+
+        blocks = q, at.reshape(-1, block)
+        out = attend((q[0], blocks[1][0]))[None] if len(q) == 1 else jax.lax.map(attend, blocks)
+        return out.transpose(0, 3, 1, 2, 4).reshape(-1, heads, head_dim)[:length]
+
+    inputs = q, k, v, at, ends, positions
+    return jax.vmap(row)(inputs) if at_once == batch else jax.lax.map(row, inputs, batch_size=at_once)
+
+
+def logits_at_once() -> int:
+    """Bytes of attention logits that the default device holds of one individual."""
+    return _LOGITS_AT_ONCE["cpu" if jax.default_backend() == "cpu" else "gpu"]
 
 
 def cached_attention(

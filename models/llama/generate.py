@@ -19,6 +19,8 @@ from lpes_jax.models.llama.method import Layer, Method, Replacement
 from lpes_jax.models.llama.model import (
     Layers,
     Llama,
+    Scaled,
+    channel_of,
     decoder_layer,
     layer_rows,
     method_logits,
@@ -96,20 +98,22 @@ def _go_on(
     known: Any,
 ) -> tuple[Float[Array, "B 1 E"], Array, Array]:
     """The hidden state of one new token a row, and the cache with it."""
-    rows = jnp.arange(len(token))
+    rows, attention = jnp.arange(len(token)), None if replacement is None else replacement.attention
 
     def layer(x: Array, inputs: tuple[Layers, Layer, Array, Array, Array, Any]) -> tuple[Array, tuple[Array, Array]]:
         weights, row, window, layer_keys, layer_values, state = inputs
 
-        def attend(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array]]:
-            if replacement is None:
+        def attend(q: Array, k: Array, v: Array, scaled: Scaled | None = None) -> tuple[Array, tuple[Array, Array]]:
+            if scaled is not None:
+                q, k = scaled()
+            if attention is None:
                 q, k = rotated(q, k, row, at[:, None])
             cache = layer_keys.at[rows, at].set(k[:, 0]), layer_values.at[rows, at].set(v[:, 0])
-            if replacement is not None:
-                return replacement.attention.decode(row, state, q, *cache, at), cache
+            if attention is not None:
+                return attention.decode(row, state, q, *cache, at), cache
             return cached_attention(q, *cache, at + 1, window), cache
 
-        return decoder_layer(model.config, weights, x, attend)
+        return decoder_layer(model.config, weights, x, attend, channel=channel_of(row))
 
     x = model.embed[...][token][:, None]
     layers = layer_rows(model.config, table, replacement)

@@ -4,7 +4,8 @@ A `Method` is data for `hidden_states`, `prefill` and `greedy`, like a table:
 
     tables       one RoPE table for LPES, position interpolation, NTK, YaRN; several for Attention Buckets, a pass for each
     merge        how the logits of several passes become one (None for a single table)
-    replacement  what rotates and attends in place of the model's own attention (Ms-PoE, MoICE, Self-Extend); None: that
+    replacement  what rotates and attends in place of the model's own attention (Ms-PoE, MoICE, Self-Extend), or the channel of
+                 the hidden states that queries and keys see scaled; None: neither
 
 An `Attention` gets queries and keys before rotation, and rotates as it likes. The cache then holds keys before rotation; entry
 s of a row is its position s. What it knows of a prompt and needs again for every new token is its state.
@@ -64,12 +65,23 @@ class Attention(Protocol):
         ...
 
 
+class Channel(NamedTuple):
+    """The channel of the normalised hidden states that each layer's queries and keys see multiplied by `factor` (1: none).
+
+    So for the last token of a prompt and all that follow: their queries and, for these alone, all keys. Values are left as
+    they are, and so is the attention of the tokens before. The cache holds the changed keys, rotated.
+    """
+
+    number: Int[Array, "*layers"]
+    factor: Float[Array, "*layers"]
+
+
 @dataclass(frozen=True)
 class Replacement:
-    """An attention and its parameters, every leaf `[L, ...]`."""
+    """An attention and its parameters, every leaf `[L, ...]`; or no attention, and a `Channel` as the parameters."""
 
     parameters: Any
-    attention: Attention
+    attention: Attention | None
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,14 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from lpes_jax.models.llama.attention import causal_attention
+from lpes_jax.models.llama.attention import cached_attention, causal_attention
 from lpes_jax.models.llama.config import LlamaConfig
-from lpes_jax.models.llama.method import Layer, Method, Replacement
+from lpes_jax.models.llama.method import Channel, Layer, Method, Replacement
 from lpes_jax.rope import RopeTable, cos_sin, rotate
 
 KeyValues = tuple[Float[Array, "*layers B T K D"], Float[Array, "*layers B T K D"]]
+Scaled = Callable[[], tuple[Float[Array, "B T H D"], Float[Array, "B T K D"]]]
+_ROWS_AT_ONCE = 32  # queries whose logits over all keys are in memory together, where a channel is scaled
 
 
 class Layers(nnx.Module):
@@ -82,13 +84,14 @@ def hidden_states(
     remat: bool = False,
     replacement: Replacement | None = None,
     lengths: Int[Array, "B"] | None = None,
+    behind: int | None = None,
 ) -> Float[Array, "B T E"]:
     """The normalised last hidden states. Rows may be padded on the right: no real token sees the padding.
 
     `remat` recomputes each layer in the backward pass instead of keeping its activations. `replacement` attends in place of the
-    model's own attention, and is told the prompts' `lengths` (None: all of T).
+    model's own attention, and is told the prompts' `lengths` (None: all of T). At most `behind` tokens behind a prompt count.
     """
-    inputs, with_cache = _layers_of_a_prompt(model, tokens, table, replacement, lengths)
+    inputs, with_cache = _layers_of_a_prompt(model, tokens, table, replacement, lengths, behind)
 
     def layer(x: Array, inputs: _LayerInputs) -> tuple[Array, None]:
         x, _ = with_cache(x, inputs)
@@ -107,11 +110,24 @@ def prefill(
 ) -> tuple[Float[Array, "B T E"], KeyValues, Any]:
     """`hidden_states`, the keys and values of every layer, `[L, B, T, K, D]` each, and the state of a replacement `[L, ...]`.
 
-    Keys are rotated, but with a replacement as they are before.
+    Keys are rotated, but with another attention as they are before. Nothing is read behind the prompts.
     """
-    inputs, layer = _layers_of_a_prompt(model, tokens, table, replacement, lengths)
+    inputs, layer = _layers_of_a_prompt(model, tokens, table, replacement, lengths, behind=0)
     x, (cache, state) = jax.lax.scan(layer, model.embed[...][tokens], inputs)
     return rms_norm(x, model.norm[...], model.config.rms_norm_eps), cache, state
+
+
+def states_after_layers(
+    model: Llama, tokens: Int[Array, "B T"], table: RopeTable, of_layer: Callable[[Float[Array, "B T E"]], Any]
+) -> Any:
+    """`of_layer` of the hidden states after each layer, before the last norm; `[L, ...]`."""
+    inputs, layer = _layers_of_a_prompt(model, tokens, table, None, None, None)
+
+    def step(x: Array, inputs: _LayerInputs) -> tuple[Array, Any]:
+        x, _ = layer(x, inputs)
+        return x, of_layer(x)
+
+    return jax.lax.scan(step, model.embed[...][tokens], inputs)[1]
 
 
 class _LayerInputs(NamedTuple):
@@ -128,28 +144,64 @@ def _layers_of_a_prompt(
     table: RopeTable,
     replacement: Replacement | None,
     lengths: Int[Array, "B"] | None,
+    behind: int | None,
 ) -> tuple[_LayerInputs, Callable[[Array, _LayerInputs], tuple[Array, tuple[KeyValues, Any]]]]:
     """The inputs of a scan over the layers, and its step."""
     config, positions = model.config, jnp.arange(tokens.shape[1])
     slides = config.windows(tokens.shape[1]) < tokens.shape[1]
     windowed = partial(causal_attention, window=config.sliding_window)
     known = jnp.full(len(tokens), tokens.shape[1], jnp.int32) if lengths is None else lengths
+    last_rows = 1 if lengths is None else tokens.shape[1] if behind is None else behind + 1
 
     def layer(x: Array, inputs: _LayerInputs) -> tuple[Array, tuple[KeyValues, Any]]:
         weights, row, here = inputs
 
-        def attend(q: Array, k: Array, v: Array) -> tuple[Array, tuple[KeyValues, Any]]:
-            if replacement is not None:
+        def attend(q: Array, k: Array, v: Array, scaled: Scaled | None = None) -> tuple[Array, tuple[KeyValues, Any]]:
+            if replacement is not None and replacement.attention is not None:
                 out, state = replacement.attention.prefill(row, q, k, v, known)
                 return out, ((k, v), state)
             q, k = rotated(q, k, row, positions)
             if slides.all() or not slides.any():  # nothing to choose: no branch in the program
-                return (windowed if slides.all() else causal_attention)(q, k, v), ((k, v), None)
-            return jax.lax.cond(here, windowed, causal_attention, q, k, v), ((k, v), None)
+                out = (windowed if slides.all() else causal_attention)(q, k, v)
+            else:
+                out = jax.lax.cond(here, windowed, causal_attention, q, k, v)
+            if scaled is not None:
+                window = jnp.where(here, config.sliding_window or len(positions), len(positions))
+                again = partial(_last_rows_scaled, out, scaled, v, row, known - 1, last_rows, window)
+                out, k = jax.lax.cond(row.parameters.factor != 1, again, lambda: (out, k))
+            return out, ((k, v), None)
 
-        return decoder_layer(config, weights, x, attend)
+        return decoder_layer(config, weights, x, attend, channel=channel_of(row))
 
     return _LayerInputs(model.layers, layer_rows(config, table, replacement), jnp.asarray(slides)), layer
+
+
+def _last_rows_scaled(
+    out: Float[Array, "B T H D"],
+    scaled: Scaled,
+    v: Float[Array, "B T K D"],
+    row: Layer,
+    last: Int[Array, "B"],
+    count: int,
+    window: Int[Array, ""],
+) -> tuple[Float[Array, "B T H D"], Float[Array, "B T K D"]]:
+    """`out` with `count` rows from `last` on as the scaled queries and keys give them; and these keys, rotated."""
+    q, k = rotated(*scaled(), row, jnp.arange(out.shape[1]))
+    at = last[:, None] + jnp.arange(min(count, out.shape[1]))
+
+    def attend(q_and_at: tuple[Array, Array]) -> Array:
+        q, at = q_and_at
+        return cached_attention(q[:, None], k, v, at + 1, window)[:, 0]
+
+    q = jnp.take_along_axis(q, at[:, :, None, None], axis=1, mode="clip")
+    rows_at_once = min(_ROWS_AT_ONCE, at.shape[1])
+    again = jax.lax.map(attend, (q.swapaxes(0, 1), at.T), batch_size=rows_at_once).swapaxes(0, 1)
+    return out.at[jnp.arange(len(out))[:, None], at].set(again, mode="drop"), k
+
+
+def channel_of(row: Layer) -> Channel | None:
+    """The channel that the layer's queries and keys see scaled, where the method is that."""
+    return row.parameters if isinstance(row.parameters, Channel) else None
 
 
 def layer_rows(config: LlamaConfig, table: RopeTable, replacement: Replacement | None = None) -> Layer:
@@ -171,18 +223,36 @@ def decoder_layer(
     config: LlamaConfig,
     layer: Layers,
     x: Float[Array, "B T E"],
-    attend: Callable[[Array, Array, Array], tuple[Float[Array, "B T H D"], Any]],
-) -> tuple[Float[Array, "B T E"], Any]:
-    """One layer; `attend(q, k, v)` rotates and attends. Returns the new x, and what else `attend` returned."""
+    attend: Callable[..., tuple[Float[Array, "B S H D"], Any]],
+    read: Int[Array, "B S"] | None = None,
+    channel: Channel | None = None,
+) -> tuple[Float[Array, "B S E"], Any]:
+    """One layer; `attend(q, k, v)` rotates and attends. Returns the new x, and what else `attend` returned.
+
+    `read`: the tokens that the new x is wanted of, and that have queries (None: all T); keys and values are of all.
+    `channel` (not with `read`): `attend` gets a fourth argument, a function of the q and k of hidden states so scaled.
+    """
     batch, length, _ = x.shape
     h = rms_norm(x, layer.attention_norm[...], config.rms_norm_eps)
-    q = matmul(h, layer.query[...], layer.query_bias).reshape(batch, length, config.num_heads, config.head_dim)
     k = matmul(h, layer.key[...], layer.key_bias).reshape(batch, length, config.num_kv_heads, config.head_dim)
     v = matmul(h, layer.value[...], layer.value_bias).reshape(batch, length, config.num_kv_heads, config.head_dim)
-    if layer.query_norm is not None and layer.key_norm is not None:
-        q = rms_norm(q, layer.query_norm[...], config.rms_norm_eps)
-        k = rms_norm(k, layer.key_norm[...], config.rms_norm_eps)
-    attended, kept = attend(q, k, v)
+    if read is not None:
+        x, h = (jnp.take_along_axis(array, read[:, :, None], axis=1) for array in (x, h))
+        length = read.shape[1]
+    q = matmul(h, layer.query[...], layer.query_bias).reshape(batch, length, config.num_heads, config.head_dim)
+
+    def normed(q: Array, k: Array) -> tuple[Array, Array]:
+        if layer.query_norm is None or layer.key_norm is None:
+            return q, k
+        return rms_norm(q, layer.query_norm[...], config.rms_norm_eps), rms_norm(k, layer.key_norm[...], config.rms_norm_eps)
+
+    def scaled(channel: Channel) -> tuple[Array, Array]:  # the channel's rows of the weights, so much more of them
+        wide = np.promote_types(x.dtype, jnp.float32)
+        more = h[:, :, channel.number, None].astype(wide) * (channel.factor.astype(wide) - 1)
+        rows = (weights[...][channel.number].astype(wide) for weights in (layer.query, layer.key))
+        return normed(*(p + (more * row).reshape(p.shape).astype(p.dtype) for p, row in zip((q, k), rows, strict=True)))
+
+    attended, kept = attend(*normed(q, k), v, *(() if channel is None else (partial(scaled, channel),)))
     x = x + matmul(attended.reshape(batch, length, -1), layer.output[...], layer.output_bias)
     h = rms_norm(x, layer.mlp_norm[...], config.rms_norm_eps)
     gated = jax.nn.silu(matmul(h, layer.gate[...], layer.gate_bias)) * matmul(h, layer.up[...], layer.up_bias)

@@ -19,8 +19,8 @@ LENGTH = 48
 LENGTHS = jnp.array([40, 23, 31, 9], jnp.int32)
 PROMPTS = [np.random.default_rng(length).integers(0, 49, length).tolist() for length in (40, 23, 31, 9)]
 
-# (layer, q [T, H, D], k [T, K, D], v [T, K, D]) -> [T, H, D]
-Attend = Callable[[int, np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+# (layer, q [T, H, D], k [T, K, D], v [T, K, D]; q and k of scaled channels, where there are) -> [T, H, D]
+Attend = Callable[..., np.ndarray]
 
 
 @cache
@@ -45,8 +45,8 @@ def random_model(num_kv_heads: int) -> Llama:
     return model
 
 
-def numpy_logits(model: Llama, ids: list[int], attend: Attend) -> np.ndarray:
-    """The logits `[T, V]` of one prompt."""
+def numpy_logits(model: Llama, ids: list[int], attend: Attend, channels: np.ndarray | None = None) -> np.ndarray:
+    """The logits `[T, V]` of one prompt; `attend` gets q and k of hidden states times `channels` `[L, E]` too."""
     config, layers = model.config, model.layers
 
     def weight(leaf) -> np.ndarray:
@@ -58,10 +58,11 @@ def numpy_logits(model: Llama, ids: list[int], attend: Attend) -> np.ndarray:
     x = weight(model.embed)[ids]
     for at in range(config.num_layers):
         h = norm(x, weight(layers.attention_norm)[at])
-        q, k, v = (
-            (h @ weight(leaf)[at]).reshape(len(ids), -1, config.head_dim) for leaf in (layers.query, layers.key, layers.value)
-        )
-        x = x + attend(at, q, k, v).reshape(len(ids), -1) @ weight(layers.output)[at]
+        inputs = [(h, layers.query), (h, layers.key), (h, layers.value)]
+        if channels is not None:
+            inputs += [(h * channels[at], layers.query), (h * channels[at], layers.key)]
+        projected = ((states @ weight(leaf)[at]).reshape(len(ids), -1, config.head_dim) for states, leaf in inputs)
+        x = x + attend(at, *projected).reshape(len(ids), -1) @ weight(layers.output)[at]
         h = norm(x, weight(layers.mlp_norm)[at])
         gate = h @ weight(layers.gate)[at]
         x = x + (gate / (1 + np.exp(-gate)) * (h @ weight(layers.up)[at])) @ weight(layers.down)[at]

@@ -125,7 +125,7 @@ def test_windows_skip_what_they_hide():
 
 
 def test_blocked_attention_a_few_rows_at_a_time(monkeypatch):
-    monkeypatch.setattr("lpes_jax.models.llama.attention._LOGITS_AT_ONCE", 2 * 4 * 4 * 8 * 30)  # two rows of five
+    monkeypatch.setattr("lpes_jax.models.llama.attention.logits_at_once", lambda: 2 * 4 * 4 * 8 * 30)  # two rows of five
     q, k, v = qkv(5, 30, 4, 2, 8)
     np.testing.assert_allclose(jax.jit(blocked_attention, static_argnums=3)(q, k, v, 8), exact_attention(q, k, v), atol=1e-5)
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -230,16 +231,26 @@ def test_killed_gradient_search_resumes_to_the_same_history(guesser, tokenizer, 
     states, save = [], RunFolder.save_state
     monkeypatch.setattr(RunFolder, "save_state", lambda folder, state: (states.append(state), save(folder, state)))
     history, _ = run(SearchSettings(**SMALL, output_path=whole), guesser, tokenizer)
-    # As a kill leaves it: the line of the last look is there, its state is not; the line behind is cut in two.
-    cut.mkdir()
-    for name in ("config.json", "history.jsonl"):
-        (cut / name).write_bytes((whole / name).read_bytes())
-    config = json.loads((cut / "config.json").read_text())
-    RunFolder(cut, config, resume=True).save_state(next(state for state in states if state.step == 2))
-    with (cut / "history.jsonl").open("a") as file:
-        file.write('{"id": 3, "st')
-    resumed, _ = run(SearchSettings(**SMALL, output_path=cut, resume=True), guesser, tokenizer)
-    assert resumed == history
+    steps = {state.step: state for state in states}
+    # The newest state cut in two, with the line behind it; then a state whose line was lost: the one before is gone on from.
+    for damage in ("state", "line"):
+        cut.mkdir()
+        for name in ("config.json", "history.jsonl"):
+            (cut / name).write_bytes((whole / name).read_bytes())
+        config = json.loads((cut / "config.json").read_text())
+        with RunFolder(cut, config, resume=True) as folder:
+            save(folder, steps[2])
+            save(folder, steps[4])
+            if damage == "line":
+                folder.keep(2)
+            else:
+                folder.state_path.write_bytes(folder.state_path.read_bytes()[:500])
+        with (cut / "history.jsonl").open("a") as file:
+            file.write('{"id": 3, "st')
+        before = len(states)
+        resumed, _ = run(SearchSettings(**SMALL, output_path=cut, resume=True), guesser, tokenizer)
+        assert resumed == history and [state.step for state in states[before:]] == [4]
+        shutil.rmtree(cut)
 
 
 def test_spaces_start_from_factors_found_before(tiny_config, tmp_path):

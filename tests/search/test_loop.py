@@ -9,13 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from transformers import PreTrainedTokenizerFast
 
 from lpes_jax.errors import UserError
+from lpes_jax.factors import read_json
 from lpes_jax.models.llama import Llama, LlamaConfig
-from lpes_jax.search.fitness import tie_break_scale
+from lpes_jax.scoring import Scorer, Scores
+from lpes_jax.search import loop
+from lpes_jax.search.fitness import make_scorer, tie_break_scale
 from lpes_jax.search.genetic import GeneticSettings, PaperGA
 from lpes_jax.search.loop import search
+from lpes_jax.search.non_finite import first_bad_layer
+from lpes_jax.search.run_folder import RunFolder
 from lpes_jax.search.settings import SearchSettings, genetic_settings, preset, scaled_layers, search_space
 from lpes_jax.tasks.flags import task_of
 
@@ -206,25 +212,126 @@ def assert_same_history(ours: list[dict], theirs: list[dict]) -> None:
         assert a["log_likelihood"] == pytest.approx(b["log_likelihood"], abs=2e-4)
 
 
-@pytest.mark.parametrize("kept_lines", [0, 3, 7])
-def test_a_cut_off_run_resumes_to_the_same_history(small_run, tmp_path, guesser, tokenizer, kept_lines):
-    settings, history = small_run
-    settings = replace(settings, output_path=tmp_path / "run")
-    lines = history.splitlines(keepends=True)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.json").write_text((small_run[0].output_path / "config.json").read_text())
-    (tmp_path / "run" / "history.jsonl").write_text("".join(lines[:kept_lines]) + lines[kept_lines][:20])  # a torn last line
-    run(replace(settings, resume=True), guesser, tokenizer)
-    assert (tmp_path / "run" / "history.jsonl").read_text() == history
+@pytest.mark.parametrize(
+    ("kept_lines", "torn", "config", "uniform"),
+    [
+        (0, b"", '{"model": {"na', None),  # a config.json that was never finished is not needed before the first line
+        (7, b'{"id": 9}\n', None, '{"factor": 1'),
+        (8, b"\0" * 50 + b"\n", None, "whole"),  # blocks of a file that a power cut left empty
+    ],
+)
+def test_a_cut_off_run_resumes_to_the_same_files(small_run, tmp_path, guesser, tokenizer, kept_lines, torn, config, uniform):
+    original, history = small_run
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.json").write_text(config or (original.output_path / "config.json").read_text())
+    (folder / "history.jsonl").write_bytes("".join(history.splitlines(keepends=True)[:kept_lines]).encode() + torn)
+    sweep = (original.output_path / "uniform.json").read_text()
+    if uniform is not None:
+        (folder / "uniform.json").write_text(sweep if uniform == "whole" else uniform)
+    _, extra = run(replace(original, output_path=folder, resume=True), guesser, tokenizer)
+    assert (folder / "history.jsonl").read_text() == history and (folder / "uniform.json").read_text() == sweep
+    scored = sum(not json.loads(line)["cached"] for line in history.splitlines()) + json.loads(sweep)["evaluations"]
+    assert extra["result"].factors.search["evaluations"] == scored
 
 
 def test_a_resumed_run_must_be_the_same_run(small_run, guesser, tokenizer):
     settings, history = small_run
-    with pytest.raises(UserError, match="seed"):
+    with pytest.raises(UserError, match=r"was run with --seed 0 \(now 3\)"):
         run(replace(settings, seed=3, resume=True), guesser, tokenizer)
+    with pytest.raises(UserError, match=r"model.sha256 '0' \(now '1'\)"):
+        search(replace(settings, resume=True), guesser, tokenizer, [task_of(settings)], IDENTITY | {"sha256": "1"})
+    with RunFolder(settings.output_path, read_json(settings.output_path / "config.json"), resume=True):
+        with pytest.raises(UserError, match="another process is working in this folder"):
+            run(replace(settings, resume=True), guesser, tokenizer)
     with pytest.raises(UserError, match="--resume"):
         run(settings, guesser, tokenizer)
     assert (settings.output_path / "history.jsonl").read_text() == history
+
+
+def test_other_questions_in_the_same_file_are_refused(tmp_path, guesser, tokenizer):
+    settings = preset("default", **SMALL | {"generations": 0}, data=tmp_path / "kv.jsonl", output_path=tmp_path / "run")
+    pairs = [[[f"{n}{letter}", letter] for letter in "123"] for n in range(40)]
+    rows = [{"ordered_kv_records": of_row, "key": of_row[1][0], "value": of_row[1][1]} for of_row in pairs]
+    settings = replace(settings, key_length=None)
+    settings.data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run(settings, guesser, tokenizer)
+    moved = replace(settings, data=tmp_path / "moved.jsonl", resume=True)
+    settings.data.rename(moved.data)
+    history, _ = run(moved, guesser, tokenizer)  # the contents count, not the name
+    moved.data.write_text(moved.data.read_text().replace('"2"', '"4"'))
+    with pytest.raises(UserError, match="--data with sha256 '.*questions with sha256 '"):
+        run(moved, guesser, tokenizer)
+    assert history_of(settings.output_path) == history
+
+
+class BrokenAbove(Scorer):
+    """Likelihoods are not finite for factors with a mean above `limit`, alternately NaN and infinite."""
+
+    limit: float
+
+    def __call__(self, factors, *arguments, **options) -> Scores:
+        correct, log_likelihood = super().__call__(factors, *arguments, **options)
+        log_likelihood[factors.mean(axis=1) > self.limit, 1::2] = np.nan
+        log_likelihood[factors.mean(axis=1) > self.limit, ::2] = -np.inf
+        return Scores(correct, log_likelihood)
+
+
+def test_scores_that_are_not_finite_rank_last_and_are_reported(tmp_path, guesser, tokenizer, monkeypatch, capfd):
+    def with_limit(limit: float) -> list[dict]:
+        def broken(*arguments) -> Scorer:
+            scorer = make_scorer(*arguments)
+            scorer.__class__, scorer.limit = BrokenAbove, limit
+            return scorer
+
+        monkeypatch.setattr(loop, "make_scorer", broken)
+        return run(preset("default", **SMALL, output_path=tmp_path / str(limit)), guesser, tokenizer)[0]
+
+    history = with_limit(1.0)
+    bad = [line for line in history if line["fitness"] is None]
+    assert 0 < len(bad) < len(history) and {line["id"] for line in bad} == {
+        line["id"] for line in history if np.float32(line["factors"]).mean() > 1.0
+    }
+    assert all(line["not_finite"]["prompt"] == 0 for line in bad)
+    assert not {line["id"] for line in bad} & {parent for line in history for parent in line["parents"]}
+    assert "have scores that are not finite; individual" in capfd.readouterr().err
+    again = run(preset("default", **SMALL, output_path=tmp_path / "1.0", resume=True), guesser, tokenizer)[0]
+    assert again == history
+    with pytest.raises(UserError, match="generation 0: 5 of 5 have scores that are not finite; individual 0, factors 1 1 1"):
+        with_limit(0.0)
+    assert len(history_of(tmp_path / "0.0")) == 5
+
+
+def test_the_layer_where_numbers_stop_being_finite_is_named(tmp_path, guesser, tokenizer):
+    def damaged(change) -> Llama:
+        model = nnx.clone(guesser)
+        change(model)
+        return model
+
+    def spoil(model: Llama) -> None:
+        model.layers.down[...] = model.layers.down[...].at[1, 0, 0].set(jnp.inf)
+
+    broken = damaged(spoil)
+    assert first_bad_layer(guesser, [5, 6, 7], np.ones(3), "layer") is None
+    assert first_bad_layer(broken, [5, 6, 7], np.ones(3), "layer") == 1
+    embedding = damaged(lambda model: setattr(model, "embed", nnx.Param(model.embed[...].at[6].set(jnp.nan))))
+    assert first_bad_layer(embedding, [5, 6, 7], np.ones(3), "layer") == "embedding"
+    head = damaged(lambda model: setattr(model, "head", nnx.Param(model.head[...].at[0, 0].set(jnp.nan))))
+    assert first_bad_layer(head, [5, 6, 7], np.ones(3), "layer") == "logits"
+    with pytest.raises(UserError, match="generation 0: 5 of 5 have .* first in layer 1, at prompt 0; try --dtype float32"):
+        run(preset("default", **SMALL, output_path=tmp_path / "run"), broken, tokenizer)
+
+
+def test_selection_is_the_weighted_accuracy_where_chosen_and_held_out(paper_run):
+    settings, history, extra = paper_run
+    result = extra["result"]
+    best = history[result.factors.search["best_individual"]]
+    baseline, found = (next(it for it in result.outcomes if it.candidate.name == name) for name in ("baseline", "lpes"))
+    assert result.selection["chosen_of"] == 512
+    assert result.selection["accuracy_where_chosen"] == pytest.approx(best["fitness"])
+    for outcome, name in ((found, "accuracy_held_out"), (baseline, "baseline_held_out")):
+        at = outcome.main.mean(axis=0)[[0, 2, 4]]  # of positions 0 25 50 75 100
+        assert result.selection[name] == pytest.approx(at @ np.array([0.2, 0.3, 0.5]))
 
 
 @pytest.mark.parametrize("curve", ["linear", "step", "free", "authors"])

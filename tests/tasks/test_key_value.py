@@ -150,20 +150,22 @@ def test_two_in_five_keys_are_search_keys():
     assert 0.38 < share < 0.42
 
 
-def test_several_queries_ask_for_different_keys_of_the_same_pairs():
+def test_several_queries_ask_for_the_nearest_keys_of_pairs_that_stay():
     task = KeyValue(num_pairs=20, queries_per_haystack=4)
     examples = task.examples("search", 10, seed=3)
-    pairs = [{(example.key, example.value), *example.others} for example in examples]
-    for first in (0, 4):
-        group = examples[first : first + 4]
-        assert len({example.key for example in group}) == 4 and {split_of(example.key) for example in group} == {"search"}
-        assert all(found == pairs[first] for found in pairs[first : first + 4])
-        order = [[pair for pair in example.others if pair[0] not in {it.key for it in group}] for example in group]
-        assert all(others == order[0] for others in order)
-    assert pairs[0] != pairs[4] and examples == task.examples("search", 12, seed=3)[:10]
-    asked = [example.others.index((examples[0].key, examples[0].value)) for example in examples[1:4]]
-    assert len(set(asked)) <= 2 and asked != [0, 0, 0]  # not always at the beginning
-    assert not {it.key for it in examples} & {it.key for it in task.examples("test", 10, seed=3)}
+    assert examples == task.examples("search", 12, seed=3)[:10]
+    haystacks = [examples[at].pairs for at in (0, 4, 8)]
+    assert [example.pairs for example in examples] == [haystacks[at // 4] for at in range(10)]
+    assert len({example.id for example in examples}) == 10 and len(set(haystacks)) == 3
+    prompts = [task.prompt(example, slot, 7) for slot in (0, 10, 19) for example in examples[:4]]
+    assert [prompt.slot for prompt in prompts] == [0, 1, 2, 3, 10, 9, 11, 8, 19, 18, 17, 16]
+    shared = prompts[0].text.partition("Key: ")[0]
+    for prompt in prompts:
+        key, value = haystacks[0][prompt.slot]
+        assert prompt.text == f'{shared}Key: "{key}"\nCorresponding value: "' and prompt.answers == (value,)
+        assert (prompt.gold, prompt.position) == (value, 7)
+    keys = {split: {key for it in task.examples(split, 10, seed=3) for key, _ in it.pairs} for split in ("search", "test")}
+    assert all({split_of(key) for key in of_split} == {split} for split, of_split in keys.items())
 
 
 # Files
@@ -190,12 +192,6 @@ def test_fewer_pairs_than_the_file_has_are_gold_and_the_first_others(tmp_path):
     assert example == Example("gold", "value of gold", (("o1", "value of o1"), ("o2", "value of o2")))
 
 
-@pytest.mark.parametrize("split", ["search", "test"])
-def test_several_queries_where_keys_are_scarce(split):
-    examples = KeyValue(num_pairs=16, key_length=1, queries_per_haystack=4).examples(split, 8, seed=0)
-    assert len({example.key for example in examples[:4]}) == 4 and {split_of(example.key) for example in examples} == {split}
-
-
 def test_several_queries_of_a_row_are_of_its_split(tmp_path):
     golds = [f"gold {number}" for number in range(8)]
     rows = [row(gold, tuple(f"{gold} other {number}" for number in range(12))) for gold in golds]
@@ -203,10 +199,12 @@ def test_several_queries_of_a_row_are_of_its_split(tmp_path):
     task = KeyValue(num_pairs=10, data=path, queries_per_haystack=2)
     for split in ("search", "test"):
         examples = task.examples(split, None, seed=0)
-        assert [example.key for example in examples[::2]] == [gold for gold in golds if split_of(gold) == split]
-        for first, second in zip(examples[::2], examples[1::2], strict=True):
-            assert second.key.startswith(f"{first.key} other") and split_of(second.key) == split
-            assert {(first.key, first.value), *first.others} == {(second.key, second.value), *second.others}
+        assert len(examples) == 2 * sum(split_of(gold) == split for gold in golds)
+        for example in examples:
+            keys = [key for key, _ in example.pairs]
+            prompt = task.prompt(example, 1)  # where the row's own gold pair stands
+            assert keys[1] in golds and split_of(keys[prompt.slot]) == split
+            assert (prompt.slot == 1) == (example.number == 0)
     with pytest.raises(UserError, match=r"line 1: only \d of its keys are of the same split"):
         KeyValue(num_pairs=10, data=path, queries_per_haystack=10).examples("all", None, seed=0)
 
@@ -282,7 +280,7 @@ def test_the_original_files(real, name, pairs, rows):
         ({"num_pairs": 2, "data": Path("nowhere.jsonl")}, "--data nowhere.jsonl: no such file"),
         ({"num_pairs": 2, "data": Path(__file__), "key_length": 4}, "--key-length is for generated pairs"),
         ({"num_pairs": 2, "answer_opener": None, "openers": ()}, "--openers"),
-        ({"num_pairs": 16, "key_length": 1, "queries_per_haystack": 5}, "a split has too few of the 16 keys"),
+        ({"num_pairs": 5, "key_length": 1, "queries_per_haystack": 5}, "a split has too few of the 16 keys for 5 pairs"),
         ({"num_pairs": 2, "queries_per_haystack": 3}, "--queries-per-haystack 3: .* from 1 to --num-pairs"),
     ],
 )

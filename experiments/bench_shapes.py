@@ -1,0 +1,130 @@
+"""A forward pass of a large shape with random weights: ours, the card's matrix products, and transformers (torch), in one run.
+
+    python experiments/bench_shapes.py --shape llama-2-7b --batch-size 8 --tokens 2048
+
+Prompts of random tokens, all of one length, and logits of the last position. TFLOP/s count the layers' products and causal
+attention (the half that is not masked). The matrix product is 8,192 cubed, bfloat16. transformers runs its default attention
+(SDPA) eagerly, then through torch.compile. Medians of --rounds, after a first run of each for compilation and kernels.
+"""
+
+import os
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch needs memory of the same card
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+
+import statistics  # noqa: E402
+import time  # noqa: E402
+from collections.abc import Callable  # noqa: E402
+from dataclasses import dataclass  # noqa: E402
+from typing import Any, Literal  # noqa: E402
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import tyro  # noqa: E402
+from table05_latency import config_of, random_model  # noqa: E402
+
+from lpes_jax.evaluation import environment  # noqa: E402
+from lpes_jax.models.llama import Llama, LlamaConfig  # noqa: E402
+from lpes_jax.models.llama.model import hidden_states, output_logits  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to time."""
+
+    shape: Literal["llama-2-7b", "llama-2-13b", "qwen2.5-7b"] = "llama-2-7b"
+    batch_size: int = 8
+    tokens: int = 2048
+    rounds: int = 10
+    matrix: int = 8192
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    torch: bool = True
+    """Also transformers, eagerly and compiled."""
+
+
+def main(s: Settings) -> None:
+    config = config_of(s.shape)
+    print(environment()["devices"], environment()["versions"])
+    of_matrix = matrix_rate(s)
+    print(f"matrix product of {s.matrix:,} cubed, {s.dtype}: {of_matrix / 1e12:.0f} TFLOP/s")
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (s.batch_size, s.tokens), np.int32)
+    model, work = random_model(config, 0, s.dtype), flop(config, s)
+
+    @jax.jit
+    def last_logits(model: Llama, tokens: jax.Array) -> jax.Array:
+        return output_logits(model, hidden_states(model, tokens, config.rope_table(s.tokens))[:, -1])
+
+    ours = median(lambda: last_logits(model, tokens).block_until_ready(), s.rounds)
+    rate = work / ours
+    print(
+        f"lpes_jax: {1e3 * ours:.0f} ms, {rate / 1e12:.0f} TFLOP/s, {100 * rate / of_matrix:.0f} % of the matrix product's rate"
+    )
+    del model
+    if s.torch:
+        for name, seconds in of_torch(s, config, tokens).items():
+            print(f"{name}: {1e3 * seconds:.0f} ms, {seconds / ours:.2f} x ours")
+
+
+def flop(config: LlamaConfig, s: Settings) -> float:
+    """Multiplications and additions of a pass, without the output's."""
+    width, heads = config.hidden_size, config.num_heads * config.head_dim
+    keys = 2 * config.num_kv_heads * config.head_dim
+    weights = width * (2 * heads + keys) + 3 * width * config.intermediate_size
+    attention = 2 * heads * (s.tokens + 1) / 2
+    return 2.0 * config.num_layers * s.batch_size * s.tokens * (weights + attention)
+
+
+def matrix_rate(s: Settings) -> float:
+    """FLOP a second of one large product of random matrices."""
+    left, right = jax.random.normal(jax.random.key(0), (2, s.matrix, s.matrix), jnp.dtype(s.dtype))
+    product = jax.jit(lambda left, right: left @ right)
+    return 2.0 * s.matrix**3 / median(lambda: product(left, right).block_until_ready(), s.rounds)
+
+
+def of_torch(s: Settings, config: LlamaConfig, tokens: np.ndarray) -> dict[str, float]:
+    """Seconds of transformers' model of the same shape, with random weights of its own."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = AutoConfig.for_model(
+        config.model_type,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.device(device):
+        model: Any = AutoModelForCausalLM.from_config(sizes, dtype=getattr(torch, s.dtype)).eval()
+        ids = torch.tensor(tokens, dtype=torch.long)
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+
+    def run(forward: Callable[..., Any]) -> Callable[[], None]:
+        def once() -> None:
+            forward(input_ids=ids, use_cache=False, logits_to_keep=1)
+            wait()
+
+        return once
+
+    with torch.inference_mode():
+        eager = median(run(model), s.rounds)
+        compiled: Any = torch.compile(model)
+        return {"transformers, eager": eager, "transformers, torch.compile": median(run(compiled), s.rounds)}
+
+
+def median(run: Callable[[], Any], rounds: int) -> float:
+    """Seconds of a run, the median, after one that does not count."""
+    run()
+    seconds = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Settings, description=__doc__))

@@ -1,0 +1,302 @@
+"""What Tables 2, 3, 4 and 17 share: the columns of a table, each a task on a file, for the model as it is, PI and LPES.
+
+Factors are found elsewhere and used as they are; PI is one factor for all layers, the mean of the found ones (of all bands,
+where they are by band). All three are measured on the same questions by `lpes_jax.evaluation.evaluate`, with the benchmark's
+own prompt, cut and metric. A prompt that is too long is cut as the benchmark does, to --max-prompt-tokens or to the model's
+window less the tokens to generate, whichever is less.
+
+Files are looked for below --data-folder, under the names that the benchmarks give them. A column without a file is listed as
+such, and so is one that cannot be measured, with the reason. Tasks of a benchmark that the paper leaves out are measured where
+they have a file, and stay out of the average.
+
+One JSON a column, and what the model said beside it: what is there is not measured again, and `--part i/n` measures every n-th.
+A last call without it writes tables.md and summary.json.
+
+Letters: Q questions.
+"""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from grid import GridFlags, in_part, markdown_table, show_p, write_tables
+from jaxtyping import Float
+from transfer import load_cell
+
+from lpes_jax.errors import UserError
+from lpes_jax.evaluation import BASELINE, Candidate, Outcome, environment, evaluate, slots_of, write_samples
+from lpes_jax.factors import LayerFactors, write_json
+from lpes_jax.models.llama import Loaded, load
+from lpes_jax.models.llama.chat import Chat, make_chat
+from lpes_jax.statistics import paired_permutation_test
+from lpes_jax.tasks import make_task, settings_of
+from lpes_jax.tasks.chat import ChatTask
+from lpes_jax.tasks.data import content_id
+from lpes_jax.tasks.metrics import ROUGE, corpus_rouge
+from lpes_jax.tasks.prompts import Split
+
+METHODS = (BASELINE, "pi", "lpes")
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A column of a table.
+
+    title: its head; name: that of its cell. files: glob patterns below --data-folder, the first that fits counts.
+    levels: `data` is the folder so many levels above the file. split: instead of --split.
+    """
+
+    title: str
+    name: str
+    task: str
+    files: tuple[str, ...]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    in_paper: bool = True
+    levels: int = 0
+    split: Split | None = None
+
+    def find(self, folder: Path) -> Path | None:
+        """Its data; of several files the one that lies highest, then the first by name."""
+        for pattern in self.files:
+            if found := sorted(folder.glob(pattern), key=lambda path: (len(path.parts), path)):
+                return found[0].parents[self.levels - 1] if self.levels else found[0]
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkFlags:
+    """Model, factors, files and sizes."""
+
+    factors: Path
+    """factors.json of a search on other data."""
+    data_folder: Path
+    """Where the benchmarks' files lie, in folders of any depth."""
+    output_path: Path
+    """Folder of the cells, of tables.md and summary.json."""
+    model: str = "smollm2-135m-instruct"
+    """A name in models/zoo, a folder in Hugging Face layout, a .gguf file, or a Hugging Face hub id."""
+    columns: tuple[str, ...] = ()
+    """Cells to measure, by the names of their files (default: all)."""
+    limit: int | None = 100
+    """Questions of each column, spread evenly over the file; more than there are means all."""
+    split: Split = "all"
+    """all: no search has seen these files; else the part of them that a search would not see (test)."""
+    max_prompt_tokens: int = 3584
+    """Longer prompts are cut as the benchmark does (where it does)."""
+    max_new_tokens: int = 512
+    """Tokens to generate, where answers are long."""
+    apply_chat_template: bool = False
+    """Ask in a chat, by the tokenizer's own chat template."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """auto: bfloat16 on a GPU, float32 on a CPU."""
+    batch_size: int | None = None
+    """Prompts a forward pass (default: chosen from the memory)."""
+    part: str = "0/1"
+    """i/n: measure the columns i, i + n, ... alone (from 0), and write no tables."""
+
+
+def run_table(
+    s: BenchmarkFlags, title: str, benchmarks: Sequence[Benchmark], paper: Mapping[str, Mapping[str, str]], about: str
+) -> None:
+    """Measure what is missing, write the tables. `paper`: model -> method -> the paper's row as printed, its average last."""
+    names = [benchmark.name for benchmark in benchmarks]
+    if unknown := [name for name in s.columns if name not in names]:
+        raise UserError(f"--columns {unknown[0]}: the columns of this table are {', '.join(names)}")
+    if s.limit is not None and s.limit < 1:
+        raise UserError(f"--limit must be at least 1, got {s.limit}")
+    if not s.data_folder.is_dir():
+        raise UserError(f"--data-folder {s.data_folder}: no such folder")
+    chosen = [benchmark for benchmark in benchmarks if not s.columns or benchmark.name in s.columns]
+    files = {it.name: found for it in chosen if (found := it.find(s.data_folder)) is not None}
+    if not files:
+        patterns = ", ".join(pattern for it in chosen for pattern in it.files)
+        raise UserError(f"--data-folder {s.data_folder}: no file of this table is there; it looks for {patterns}")
+    factors = LayerFactors.load(s.factors)
+    loaded: Loaded | None = None
+    chat: Chat | None = None
+    records, failed = {}, {}
+    for number, benchmark in enumerate(it for it in chosen if it.name in files):
+        data, path = files[benchmark.name], s.output_path / f"{benchmark.name}.json"
+        used = _settings(s, benchmark, data, factors)
+        if not path.exists() and in_part(number, s.part):
+            print(f"== {benchmark.title}: {data}", flush=True)
+            if loaded is None:
+                loaded = load(s.model, s.dtype)
+                config = loaded.model.config
+                factors.for_model(config.num_layers, config.num_kv_heads, config.rotary_dim, str(s.factors))
+                chat = make_chat(loaded.tokenizer, apply_chat_template=s.apply_chat_template)
+            begun = time.time()
+            try:
+                outcomes = measure(s, benchmark, data, loaded, chat, factors)
+            except UserError as error:
+                failed[benchmark.name] = str(error)
+                continue
+            record = {"settings": used, "model": loaded.identity, "seconds": round(time.time() - begun, 1), **environment()}
+            s.output_path.mkdir(parents=True, exist_ok=True)
+            write_samples(path.with_suffix(".samples.jsonl"), outcomes)
+            write_json(path, record | {"methods": _methods(outcomes)})
+        if path.exists():
+            records[benchmark.name] = load_cell(path, used)
+    if s.part != "0/1":
+        raise SystemExit(f"part {s.part} is done; when all are, the same command without --part writes the tables")
+    _write(s, title, chosen, paper, about, records, files, failed)
+
+
+def measure(
+    s: BenchmarkFlags, benchmark: Benchmark, data: Path, loaded: Loaded, chat: Chat | None, factors: LayerFactors
+) -> list[Outcome]:
+    """Baseline, PI and LPES on the same questions. Raises UserError as the task and `evaluate` do."""
+    own = settings_of(benchmark.task)
+    limits = {"max_prompt_tokens": s.max_prompt_tokens, "max_new_tokens": s.max_new_tokens}
+    limits = {name: value for name, value in limits.items() if name in own}
+    task = make_task(benchmark.task, data=data, **benchmark.settings, **limits)
+    examples = spread(task.examples(benchmark.split or s.split, None, 0), s.limit)
+    if chat is not None:
+        task = ChatTask(task, chat.render)
+    mean = LayerFactors.uniform(float(np.mean(factors.factors)), factors.num_layers)
+    return evaluate(
+        loaded.model,
+        loaded.tokenizer,
+        task,
+        examples,
+        slots_of(task, (0,)),
+        [Candidate(BASELINE), Candidate("pi", mean), Candidate("lpes", factors)],
+        metrics=task.metrics,
+        stop_ids=loaded.stop_ids,
+        overlength="skip",
+        batch_size=s.batch_size,
+    )
+
+
+def spread(examples: Sequence[Any], limit: int | None) -> list[Any]:
+    """`limit` of the examples at even distances: files stand document by document, and the first ones know few."""
+    count = len(examples) if limit is None else min(limit, len(examples))
+    return [examples[at * len(examples) // count] for at in range(count)]
+
+
+def figure(scores: Mapping[str, Float[np.ndarray, "Q"]]) -> float:
+    """A benchmark's figure in percent: ROUGE over the corpus (geometric mean of three means), else the first metric's mean."""
+    if set(ROUGE) <= scores.keys():
+        return 100 * corpus_rouge([{kind: float(scores[kind].mean()) for kind in ROUGE}])
+    return 100 * float(next(iter(scores.values())).mean())
+
+
+def difference(
+    ours: Mapping[str, Float[np.ndarray, "Q"]], baseline: Mapping[str, Float[np.ndarray, "Q"]], draws: int = 1000
+) -> dict[str, float]:
+    """Of `figure`, in points: ours - baseline, its standard error by a bootstrap over questions, p of the paired permutation.
+
+    p is of the first metric's mean, for summaries of ROUGE by question.
+    """
+    metric = next(iter(ours))
+    rng = np.random.default_rng(0)
+    drawn = []
+    for _ in range(draws):
+        at = rng.integers(0, len(ours[metric]), len(ours[metric]))
+        drawn.append(figure({k: v[at] for k, v in ours.items()}) - figure({k: v[at] for k, v in baseline.items()}))
+    return {
+        "difference": figure(ours) - figure(baseline),
+        "standard_error": float(np.std(drawn)),
+        "p": paired_permutation_test(ours[metric][:, None], baseline[metric][:, None]),
+    }
+
+
+def _settings(s: BenchmarkFlags, benchmark: Benchmark, data: Path, factors: LayerFactors) -> dict[str, Any]:
+    """What a cell depends on, as JSON."""
+    left_out = {"output_path", "part", "batch_size", "columns", "data_folder", "factors"}
+    of_flags = {name: value for name, value in asdict(s).items() if name not in left_out}
+    of_data = {"data": data.name, "bytes": sum(path.stat().st_size for path in [data, *data.rglob("*")] if path.is_file())}
+    found = {"factors": content_id(factors.granularity, factors.factors.tolist())}
+    own = {"task": benchmark.task, **benchmark.settings}
+    return json.loads(json.dumps(of_flags | of_data | found | own, default=str))
+
+
+def _methods(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    return {
+        outcome.candidate.name: {
+            "scores": {metric: values[:, 0].tolist() for metric, values in outcome.scores.items()},
+            "prompt_tokens": float(np.mean(outcome.prompt_tokens)),
+            **outcome.counts,
+        }
+        for outcome in outcomes
+    }
+
+
+def _write(
+    s: BenchmarkFlags,
+    title: str,
+    benchmarks: Sequence[Benchmark],
+    paper: Mapping[str, Mapping[str, str]],
+    about: str,
+    records: Mapping[str, Mapping[str, Any]],
+    files: Mapping[str, Path],
+    failed: Mapping[str, str],
+) -> None:
+    ran = [it for it in benchmarks if it.name in records]
+    averaged = [it.name for it in ran if it.in_paper]
+    scores = {it.name: {method: _scores(records[it.name]["methods"][method]) for method in METHODS} for it in ran}
+    ours = {method: {name: figure(of_method[method]) for name, of_method in scores.items()} for method in METHODS}
+    against = {
+        method: {name: difference(of_method[method], of_method[BASELINE]) for name, of_method in scores.items()}
+        for method in METHODS[1:]
+    }
+    titles = [it.name for it in benchmarks if it.in_paper]
+    theirs = {
+        f"{model}, {method}": dict(zip(titles, map(float, printed.split()), strict=False))
+        for model, of_model in paper.items()
+        for method, printed in of_model.items()
+    }
+
+    def row(name: str, values: Mapping[str, float]) -> list[str]:
+        mean = [f"{np.mean([values[at] for at in averaged]):.2f}" if averaged else "-"]
+        return [name, *(f"{values[it.name]:.2f}" if it.name in values else "-" for it in ran), *mean]
+
+    rows = [row(method, values) for method, values in ours.items()]
+    for method, values in against.items():
+        mean = f"{np.mean([values[at]['difference'] for at in averaged]):+.2f}" if averaged else "-"
+        cells = [f"{it['difference']:+.2f} ± {it['standard_error']:.2f}" for it in values.values()]
+        rows.append([f"{method} - baseline", *cells, mean])
+        rows.append([f"p of {method}", *(show_p(it["p"]) for it in values.values()), "-"])
+    rows += [row(f"paper: {name}", values) for name, values in theirs.items()]
+    without = [f"{it.title} ({it.files[0]})" for it in benchmarks if it.name not in files]
+    lists = [f"Without data: {', '.join(without) or 'none'}.", *(f"Not measured: {it}. {why}" for it, why in failed.items())]
+    limit = "all" if s.limit is None else f"at most {s.limit}"
+    text = (
+        f"Ours: {Path(s.model).name}, factors {s.factors.name} as they were found elsewhere, {limit} questions a column, "
+        "spread over the file; ± is the standard error over questions, p the paired permutation test against the baseline, not "
+        "corrected for the number of columns. Averages are over the paper's columns that we ran, of the paper's rows "
+        f"too.\n\n{about}\n"
+    )
+    parts = [text, markdown_table(["", *(it.title for it in ran), "average"], rows), _details(ran, files, records)]
+    summary = {
+        "settings": json.loads(json.dumps(asdict(s), default=str)),
+        "ran": [it.name for it in ran],
+        "without_data": [it.name for it in benchmarks if it.name not in files],
+        "not_measured": dict(failed),
+        "ours": ours,
+        "against_baseline": against,
+        "paper": theirs,
+    }
+    write_tables(GridFlags(output_path=s.output_path), title, [*parts, "\n\n".join(lists) + "\n"], summary)
+
+
+def _scores(of_method: Mapping[str, Any]) -> dict[str, Float[np.ndarray, "Q"]]:
+    return {metric: np.array(values, float) for metric, values in of_method["scores"].items()}
+
+
+def _details(ran: Sequence[Benchmark], files: Mapping[str, Path], records: Mapping[str, Mapping[str, Any]]) -> str:
+    """Of each column: its file and metric, how many questions, and what became of prompts and outputs."""
+    rows = []
+    for it in ran:
+        methods = records[it.name]["methods"]
+        of = methods[BASELINE]
+        metric, values = next(iter(of["scores"].items()))
+        ended = " / ".join(str(methods[method].get("outputs_ended_by_length", "-")) for method in METHODS)
+        counts = [f"{of['prompt_tokens']:.0f}", str(of["prompts_cut"]), str(of["questions_skipped"]), ended]
+        rows.append([it.title, files[it.name].name, metric, str(len(values)), *counts])
+    ended = f"ended by length ({' / '.join(METHODS)})"
+    return markdown_table(["column", "file", "metric", "questions", "tokens", "prompts cut", "left out", ended], rows)

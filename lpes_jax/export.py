@@ -1,0 +1,170 @@
+"""Write a model together with its factors as a folder for transformers: neither jax nor lpes_jax is needed there.
+
+Examples:
+  python -m lpes_jax.export --factors RUN/factors.json --output-path OUT
+      the bundled model, with the factors that a search found
+  python -m lpes_jax.export --model smollm2-135m-instruct --factors best-kv-5-10-20 --output-path OUT
+      a GGUF file, with factors of the zoo: its weights are written as float32 safetensors
+  python -m lpes_jax.export --model DIR --factors RUN/factors.json --copy --output-path OUT
+      a folder that can be moved to another machine
+
+OUT gets the model's files (the weights as links, without --copy), config.json with the factors under "lpes_factors",
+factors.json, lpes_torch.py, whose apply_layer_factors(model) puts the factors into a loaded model, and self_test.json: what
+`python OUT/lpes_torch.py` compares torch with. from_pretrained(OUT) alone gives the model without factors.
+"""
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from safetensors import SafetensorError
+
+from lpes_jax.api import logits
+from lpes_jax.cli import run_verb
+from lpes_jax.errors import UserError
+from lpes_jax.factors import FORMAT, LayerFactors, write_json
+from lpes_jax.models.llama.checkpoint import Checkpoint, load_llama, open_checkpoint, save_llama
+from lpes_jax.models.llama.model import Llama
+from lpes_jax.models.llama.tokenizer import load_tokenizer, stop_ids
+from lpes_jax.models.zoo import resolve
+from lpes_jax.scoring import generate_ids
+from lpes_jax.tasks.prompts import token_ids
+
+_TORCH = Path(__file__).parent / "torch.py"
+_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".md")  # of a model's files beside its weights
+_BEST, _NEW = 8, 8  # logits of a position, and new tokens, that the self-test compares
+_TEXT = """A long prompt is not read evenly. What stands at its begin and at its end is found again, and what stands between
+them is often lost, although every word of it was within the window. Rotary embeddings turn each query and each key by an angle
+that grows with its position; dividing the positions of one layer by a factor lets that layer look further, or closer, than it
+was trained to. Key 4f0c belongs to value 93ab, key 71d8 to value 05e2, and key c3b6 to value 8e17. Which belongs to 71d8?
+"""
+
+
+@dataclass(frozen=True)
+class ExportSettings:
+    """What to write, and where."""
+
+    model: str = "tiny-retriever"
+    """A name in models/zoo, a folder in Hugging Face layout, a .gguf file, or a Hugging Face hub id."""
+    factors: Path | None = None
+    """factors.json of a search, or the zoo's by name (MODEL/NAME)."""
+    output_path: Path = Path("runs/export")
+    """Folder to write; it must not exist, or be empty."""
+    to: Literal["hf"] = "hf"
+    """hf: for transformers on torch."""
+    copy: bool = False
+    """Copy the weights instead of linking to them."""
+    no_self_test: bool = False
+    """Record no logits: for models that do not fit into memory as float32."""
+
+
+def run_export(settings: ExportSettings) -> Path:
+    """Write the folder and return its path.
+
+    It appears whole or not at all. Raises UserError where it is not empty, where the factors do not fit the model, and where
+    the model cannot be loaded.
+    """
+    target = settings.output_path
+    if settings.factors is None:
+        raise UserError("--factors: give the factors.json of a search, or factors of the zoo by name (MODEL/NAME)")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"--output-path {target}: exists and is not empty; give another, or remove it")
+    factors = LayerFactors.load(settings.factors)
+    source = resolve(settings.model)
+    checkpoint = open_checkpoint(source)
+    config = checkpoint.config
+    factors.for_model(config.num_layers, config.num_kv_heads, config.rotary_dim, str(settings.factors))
+    tokenizer = load_tokenizer(source)
+    ends = {} if source.is_dir() else {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": stop_ids(source, tokenizer)}
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as temporary:
+            folder = Path(temporary) / "export"
+            folder.mkdir()
+            model = None
+            if source.is_dir():
+                _take_files(checkpoint, folder, settings.copy)
+            else:
+                save_llama(model := load_llama(checkpoint, "float32"), folder)
+                shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors': for its owner alone
+                tokenizer.save_pretrained(folder)
+            _write_config(folder, factors, ends)
+            _let_transformers_4_read_the_tokenizer(folder)
+            factors.save(folder / "factors.json")
+            shutil.copyfile(_TORCH, folder / "lpes_torch.py")
+            (folder / "self_test.json").unlink(missing_ok=True)  # of a folder that was exported before
+            if not settings.no_self_test:
+                recorded = _recorded(model or load_llama(checkpoint, "float32"), tokenizer, factors)
+                (folder / "self_test.json").write_text(json.dumps(recorded) + "\n", encoding="utf-8")
+            if target.exists():
+                target.rmdir()
+            os.rename(folder, target)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"--output-path {target}: cannot be written ({' '.join(str(error).split())})") from error
+    print(f"exported: {target}")
+    if not settings.no_self_test:
+        print(f"try it where torch and transformers are: python {target / 'lpes_torch.py'}")
+    return target
+
+
+def _take_files(checkpoint: Checkpoint, folder: Path, copy: bool) -> None:
+    """The weights of a Hugging Face folder as links or copies, and copies of what stands beside them."""
+    for file in sorted(checkpoint.path.iterdir()):
+        if file.is_file() and (file.suffix in _SUFFIXES or file.name.startswith(("LICENSE", "NOTICE"))):
+            shutil.copyfile(file, folder / file.name)
+    for file in checkpoint.weight_files():
+        if copy:
+            shutil.copyfile(file, folder / file.name)
+        else:
+            (folder / file.name).symlink_to(file.resolve())
+
+
+def _let_transformers_4_read_the_tokenizer(folder: Path) -> None:
+    """The class that transformers 5 writes has another name in 4, and there by default hands the model token types."""
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if config.get("tokenizer_class") == "TokenizersBackend":
+        names = {"model_input_names": ["input_ids", "attention_mask"]}
+        write_json(path, names | config | {"tokenizer_class": "PreTrainedTokenizerFast"})
+
+
+def _write_config(folder: Path, factors: LayerFactors, more: dict[str, Any]) -> None:
+    """The config that lies there, with `more`, the factors, and its RoPE in the spelling of transformers 4 too."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | more
+    if (rope := config.get("rope_parameters")) and not config.get("rope_scaling"):
+        # Version 4 ignores rope_parameters, and would take a theta of 10,000.
+        rope = dict(rope)
+        config["rope_theta"] = rope.pop("rope_theta", config.get("rope_theta"))
+        if partial := rope.pop("partial_rotary_factor", None):
+            config["partial_rotary_factor"] = partial
+        config["rope_scaling"] = None if rope.get("rope_type", "default") == "default" else rope
+    config["lpes_factors"] = {"format": FORMAT, "granularity": factors.granularity, "factors": factors.factors.tolist()}
+    write_json(folder / "config.json", config)
+
+
+def _recorded(model: Llama, tokenizer: Any, factors: LayerFactors) -> dict[str, Any]:
+    """A prompt within the trained window, the best logits at each of its positions, and its greedy continuation."""
+    config = model.config
+    window = min(config.rope.original_max_position_embeddings or config.max_position_embeddings, config.max_position_embeddings)
+    ids = token_ids(tokenizer, [_TEXT])[0][: window - _NEW]
+    best, best_ids = jax.lax.top_k(logits(model, jnp.array([ids], jnp.int32), factors)[0], min(_BEST, config.vocab_size))
+    new = generate_ids(model, [ids], factors=factors.factors, granularity=factors.granularity, max_new_tokens=_NEW)[0]
+    return {"text": _TEXT, "ids": ids, "best_ids": best_ids.tolist(), "best_logits": best.tolist(), "new_ids": new}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The verb; returns the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    return run_verb(ExportSettings(), run_export, __doc__ or "", arguments, "export")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

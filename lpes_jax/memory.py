@@ -1,0 +1,46 @@
+"""How much fits into a pass: a model of what its activations take, and what the device has free.
+
+The model counts, for each token of an individual, the arrays of one layer that are alive together: copies of the hidden state,
+of queries, keys and values, and of the MLP's. Beside them stand float32 logits of the positions that are read, with their
+softmax, and the attention logits that are held at once. Half of the free memory is planned with. Where that was too much after
+all, the pass fails with an error that `out_of_memory` knows, and is done again in smaller ones.
+"""
+
+import jax
+
+from lpes_jax.models.llama.attention import logits_at_once
+from lpes_jax.models.llama.model import Llama
+
+_CPU_MEMORY = 2**31  # bytes that activations may take where the device does not say how much it has
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether this is XLA's complaint that the device's memory is used up."""
+    return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+
+
+def planned_memory() -> int:
+    """Bytes that a pass may take."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return (stats["bytes_limit"] - stats["bytes_in_use"]) // 2 if "bytes_limit" in stats else _CPU_MEMORY
+
+
+def pass_bytes(model: Llama, tokens: int, read: int, *, cached: bool = False) -> int:
+    """Bytes that one individual's pass over so many tokens takes, logits of `read` of them, with or without a cache."""
+    config, itemsize = model.config, model.embed[...].dtype.itemsize
+    width = 6 * config.hidden_size + 3 * config.intermediate_size + 4 * config.num_heads * config.head_dim
+    if cached:  # keys and values of all layers, and their copy with room for new ones
+        width += 4 * config.num_layers * config.num_kv_heads * config.head_dim
+    return tokens * width * itemsize + read * 3 * 4 * config.vocab_size + 3 * logits_at_once()
+
+
+def tokens_that_fit(model: Llama, length: int, read: int, *, cached: bool = False) -> int:
+    """Tokens of a pass over rows of `length` tokens, with logits of `read` of them: at least one row."""
+    attention = pass_bytes(model, 0, 0)
+    row = pass_bytes(model, length, read, cached=cached) - attention
+    return max(length, (planned_memory() - attention) // row * length)
+
+
+def tokens_worth_it(length: int) -> int:
+    """Tokens of a pass over rows of `length` tokens that keeps the device busy; more gain nothing."""
+    return max(length, 2**12 if jax.default_backend() == "cpu" else 2**18)

@@ -1,0 +1,241 @@
+"""Rows (prompt ids, answer ids) as batches for the model; rows that begin alike as trees, so that what they share is read once.
+
+Which rows share is found from their token ids alone: queries of one haystack, admitted answers of one prompt, options of one
+question, documents up to the one that moves, a few-shot header. Rows in the order of their ids stand beside those that they
+share most with; `groups` cuts this order where a model of the cost says so. Sharing saves tokens, and costs attention between
+branches that is computed and masked away; where it gains little, all rows stay alone.
+
+Letters: B rows or trees, T tokens, A answer tokens, R rows of a tree, M tokens of a tree that predict an answer token.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from lpes_jax.models.llama.config import LlamaConfig
+from lpes_jax.models.llama.prefix import Trees, single_prompts
+
+Row = tuple[list[int], list[int]]  # prompt ids, answer ids
+
+_MOST_ROWS, _MOST_TOKENS = 256, 2**16  # of a tree
+_LEAST_GAIN = 0.05  # of the cost, below which rows stay alone: one kind of shape less
+# Attention to one key in units of its multiplications, by a causal kernel and by a mask: the rest of it is memory and exp.
+_PAIR = {"cpu": (2.0, 2.0), "gpu": (2.0, 12.0)}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Batch:
+    """Prompts with their answers behind them, padded on the right; `first` is where the first answer token is predicted."""
+
+    tokens: Int[Array, "B T"]
+    first: Int[Array, "B"]
+    answers: Int[Array, "B A"]
+    is_answer: Bool[Array, "B A"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SharedBatch:
+    """Trees of rows. Answer token a of row r is predicted at the index `read[at[r, a]]` of its tree."""
+
+    trees: Trees
+    read: Int[Array, "B M"]
+    at: Int[Array, "B R A"]
+    answers: Int[Array, "B R A"]
+    is_answer: Bool[Array, "B R A"]
+
+
+class Costs(NamedTuple):
+    """What a token costs, and a query that meets a key, in multiplications of one layer."""
+
+    token: float
+    causal_pair: float
+    masked_pair: float
+
+    @classmethod
+    def of(cls, config: LlamaConfig, platform: str) -> "Costs":
+        heads = config.num_heads * config.head_dim
+        attention = config.hidden_size * 2 * (heads + config.num_kv_heads * config.head_dim)
+        causal, masked = (2 * heads * pair for pair in _PAIR["cpu" if platform == "cpu" else "gpu"])
+        return cls(attention + 3 * config.hidden_size * config.intermediate_size, causal, masked)
+
+
+def round_up(length: int) -> int:
+    """The padded length of a prompt: up to the next 32, or sixteenth of its power of two: few shapes, little waste."""
+    step = max(32, 1 << (length - 1).bit_length() >> 4)
+    return -(-length // step) * step
+
+
+def groups(rows: Sequence[Row], costs: Costs, most_tokens: int) -> list[list[int]]:
+    """The rows of each tree, in the order of their ids, at the least cost.
+
+    A tree has at most `most_tokens`, padding included, unless it is one row.
+    """
+    most_tokens = min(most_tokens, _MOST_TOKENS)
+    sequences = [np.array(_read_tokens(row), np.int32) for row in rows]
+    order = sorted(range(len(rows)), key=lambda i: sequences[i].tolist())
+    ordered = [sequences[i] for i in order]
+    lengths = np.array([len(sequence) for sequence in ordered])
+    common = np.array([0, *map(_common, ordered, ordered[1:])])  # with the row before
+    total = np.concatenate([[0], np.cumsum(lengths - common)])
+    padded = np.array([0, *map(round_up, range(1, min(most_tokens, int(lengths.sum())) + int(lengths.max()) + 1))])
+
+    def cost(prefix: np.ndarray, branches: np.ndarray) -> np.ndarray:
+        width = padded[prefix] + padded[branches]
+        pairs = costs.causal_pair * padded[prefix] ** 2 / 2 + costs.masked_pair * padded[branches] * width
+        return costs.token * width + pairs
+
+    alone = cost(lengths, np.zeros_like(lengths))
+    best, begins = np.zeros(len(rows) + 1), np.zeros(len(rows) + 1, int)
+    for end in range(1, len(rows) + 1):  # the best cut of the rows before `end`, whose last tree begins at `begins[end]`
+        starts = np.arange(end - 1, max(0, end - _MOST_ROWS) - 1, -1)
+        prefix = np.minimum.accumulate(np.concatenate([lengths[end - 1 : end], common[starts[:-1]]]))
+        branches = lengths[starts] + total[end] - total[starts + 1] - prefix
+        fits = (padded[prefix] + padded[np.minimum(branches, len(padded) - 1)] <= most_tokens) & (prefix > 0)
+        fits[0] = True  # one row alone
+        costs_here = np.full(len(starts), np.inf)
+        costs_here[fits] = best[starts[fits]] + cost(prefix[fits], branches[fits])
+        chosen = int(costs_here.argmin())
+        best[end], begins[end] = costs_here[chosen], starts[chosen]
+    if best[-1] > (1 - _LEAST_GAIN) * alone.sum():
+        return [[i] for i in order]
+    cut, end = [], len(rows)
+    while end:
+        cut.append(order[begins[end] : end])
+        end = begins[end]
+    return cut[::-1]
+
+
+@dataclass(frozen=True)
+class Tree:
+    """One tree as written, without padding: indices below `prefix` are the root's. `at` is for each of `rows`."""
+
+    rows: list[int]
+    tokens: Int[np.ndarray, "T"]
+    positions: Int[np.ndarray, "T"]
+    ends: Int[np.ndarray, "T"]
+    prefix: int
+    read: Int[np.ndarray, "M"]
+    at: list[np.ndarray]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Padded widths of the root and of all branches."""
+        branches = len(self.tokens) - self.prefix
+        return round_up(self.prefix), round_up(branches) if branches else 0
+
+
+def tree_of(rows: Sequence[Row], group: list[int]) -> Tree:
+    """The rows of a group as a tree. Their last answer token predicts nothing, and is not in it."""
+    group = sorted(group, key=lambda i: _read_tokens(rows[i]))
+    sequences = [np.array(_read_tokens(rows[i]), np.int32) for i in group]
+    common = [0, *map(_common, sequences, sequences[1:])]
+    prefix = min(common[1:], default=len(sequences[0]))
+    tokens, positions, paths = [], [], []
+    ends = np.zeros(sum(len(sequence) - shared for sequence, shared in zip(sequences, common, strict=True)), np.int32)
+    path, written = np.zeros(0, np.int32), 0
+    for sequence, shared in zip(sequences, common, strict=True):
+        ends[path[shared:]] = written  # these are done: what comes now stands beside them
+        tokens.append(sequence[shared:])
+        positions.append(np.arange(shared, len(sequence)))
+        new = np.arange(written, written + len(sequence) - shared)
+        path, written = np.concatenate([path[:shared], new]), written + len(new)
+        paths.append(path)
+    ends[path] = written
+    predicting = [
+        path[len(rows[i][0]) - 1 : len(rows[i][0]) - 1 + len(rows[i][1])] for path, i in zip(paths, group, strict=True)
+    ]
+    read, at = np.unique(np.concatenate(predicting), return_inverse=True)
+    at = np.split(at, np.cumsum([len(of_row) for of_row in predicting])[:-1])
+    return Tree(group, np.concatenate(tokens), np.concatenate(positions), ends, prefix, read, at)
+
+
+def pack_trees(trees: Sequence[Tree], rows: Sequence[Row], answer_length: int | None = None) -> SharedBatch:
+    """Trees as one batch, padded to the largest; row r of tree b is its rows[r], and what stands beyond is padding."""
+    prefix, branches = (max(widths) for widths in zip(*(tree.shape for tree in trees), strict=True))
+    size, width = len(trees), prefix + branches
+    num_rows = max(len(tree.rows) for tree in trees)
+    num_read = max(len(tree.read) for tree in trees)
+    num_read = num_read if num_rows == 1 else -(-num_read // 8) * 8
+    longest = answer_length or max(len(rows[i][1]) for tree in trees for i in tree.rows)
+    tokens, positions = np.zeros((2, size, width), np.int32)
+    ends = np.full((size, width), width, np.int32)
+    ends[:, :prefix] = prefix  # padding of the root is seen by none of the branches; all padding sees something, or is NaN
+    read = np.zeros((size, num_read), np.int32)
+    at, answers = np.zeros((2, size, num_rows, longest), np.int32)
+    is_answer = np.zeros((size, num_rows, longest), bool)
+    for b, tree in enumerate(trees):
+        where = np.arange(len(tree.tokens))
+        where[tree.prefix :] += prefix - tree.prefix
+        tokens[b, where], positions[b, where] = tree.tokens, tree.positions
+        ends[b, : tree.prefix] = width
+        ends[b, where[tree.prefix :]] = tree.ends[tree.prefix :] + prefix - tree.prefix
+        read[b, : len(tree.read)] = where[tree.read]
+        for r, i in enumerate(tree.rows):
+            answer = rows[i][1]
+            at[b, r, : len(answer)], answers[b, r, : len(answer)], is_answer[b, r, : len(answer)] = tree.at[r], answer, True
+    on_device = Trees(jnp.asarray(tokens), jnp.asarray(positions), jnp.asarray(ends), prefix)
+    return SharedBatch(on_device, *(jnp.asarray(array) for array in (read, at, answers, is_answer)))
+
+
+def batches(trees: Sequence[Tree], most_tokens: int) -> list[list[Tree]]:
+    """Trees of about the same shape together, as many as `most_tokens` hold, or one.
+
+    All batches have as many trees, so that they have few shapes: the last is filled with trees that have no rows.
+    """
+    if not trees:
+        return []
+    ordered = sorted(trees, key=lambda tree: tree.shape)
+    widest = max(sum(tree.shape) for tree in trees)
+    size = math.ceil(len(trees) / math.ceil(len(trees) / max(1, most_tokens // widest)))
+    cut = [ordered[start : start + size] for start in range(0, len(ordered), size)]
+    return [batch + [replace(batch[0], rows=[], at=[])] * (size - len(batch)) for batch in cut]
+
+
+def pack_rows(rows: Sequence[Row], answer_length: int | None = None) -> Batch:
+    """Each row alone as one batch, padded to the longest."""
+    answer_length = answer_length or max(len(answer) for _, answer in rows)
+    length = round_up(max(len(ids) + len(answer) for ids, answer in rows))
+    tokens, _ = padded([ids + answer for ids, answer in rows], length)
+    answers, answer_lengths = padded([answer for _, answer in rows], answer_length)
+    return Batch(
+        tokens=jnp.asarray(tokens),
+        first=jnp.array([len(ids) - 1 for ids, _ in rows], jnp.int32),
+        answers=jnp.asarray(answers),
+        is_answer=jnp.asarray(np.arange(answer_length) < answer_lengths[:, None]),
+    )
+
+
+def alone(batch: Batch) -> SharedBatch:
+    """Every row a tree of its own."""
+    answer = jnp.arange(batch.answers.shape[1], dtype=batch.first.dtype)
+    read = jnp.minimum(batch.first[:, None] + answer, batch.tokens.shape[1] - 1)
+    at = jnp.broadcast_to(answer, batch.answers.shape)
+    return SharedBatch(single_prompts(batch.tokens), read, *(array[:, None] for array in (at, batch.answers, batch.is_answer)))
+
+
+def padded(sequences: Sequence[Sequence[int]], length: int) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B"]]:
+    """Token ids padded on the right with 0, and their lengths."""
+    tokens = np.zeros((len(sequences), length), np.int32)
+    for row, sequence in zip(tokens, sequences, strict=True):
+        row[: len(sequence)] = sequence
+    return tokens, np.array([len(sequence) for sequence in sequences], np.int32)
+
+
+def _read_tokens(row: Row) -> list[int]:
+    ids, answer = row
+    return (ids + answer)[:-1]
+
+
+def _common(one: Int[np.ndarray, "m"], other: Int[np.ndarray, "n"]) -> int:
+    """Tokens that both begin with."""
+    length = min(len(one), len(other))
+    differ = one[:length] != other[:length]
+    return int(differ.argmax()) if differ.any() else length

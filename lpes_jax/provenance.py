@@ -1,0 +1,86 @@
+"""Where a result comes from: versions, devices, XLA's flags, the commit, and hashes of what was asked."""
+
+import hashlib
+import json
+import os
+import subprocess
+from collections.abc import Sequence
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from lpes_jax.errors import UserError
+from lpes_jax.tasks.prompts import Prompt
+
+DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
+
+
+def environment() -> dict[str, Any]:
+    """Versions, devices, XLA's flags and the source's git commit, for every record."""
+    packages = ("lpes-jax", "jax", "jaxlib", "flax", "evosax", "optax", "transformers", "numpy")
+    devices = jax.devices()
+    return {
+        "versions": {package: _version(package) for package in packages},
+        "devices": {"platform": devices[0].platform, "kind": devices[0].device_kind, "count": len(devices)},
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "deterministic": is_deterministic(),
+        "git_commit": _git_commit(),
+    }
+
+
+def is_deterministic() -> bool:
+    """Does XLA give the same bits for the same program and numbers, in every run? On a CPU always, on a GPU if told to."""
+    return jax.default_backend() == "cpu" or DETERMINISTIC in os.environ.get("XLA_FLAGS", "").split()
+
+
+def check_deterministic(asked: bool) -> None:
+    """Raise UserError where `--deterministic` is asked for and can no longer be had."""
+    if asked and not is_deterministic():
+        raise UserError(f"--deterministic: JAX is running already; set XLA_FLAGS={DETERMINISTIC} before Python starts")
+
+
+def content_sha256(path: Path, flag: str = "") -> str:
+    """Of a file, or of a folder's files with their names. Raises UserError (with the flag) for what cannot be read."""
+    digest = hashlib.sha256()
+    try:
+        for file in sorted(it for it in path.rglob("*") if it.is_file()) if path.is_dir() else [path]:
+            with file.open("rb") as contents:
+                inside = hashlib.file_digest(contents, "sha256")
+            if not path.is_dir():
+                return inside.hexdigest()
+            digest.update(f"{file.relative_to(path).as_posix()} {inside.hexdigest()}\n".encode())
+    except OSError as error:
+        raise UserError(f"{flag}{path}: cannot be read ({error.strerror})") from error
+    return digest.hexdigest()
+
+
+def prompts_sha256(prompts: Sequence[Prompt]) -> str:
+    """Of all that is asked, and of the answers, whether they come from a file or are generated."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(json.dumps([prompt.text, prompt.answers, prompt.references, prompt.options]).encode())
+    return digest.hexdigest()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except ImportError:  # PackageNotFoundError: a source tree on the path, not installed
+        return None
+
+
+@cache
+def _git_commit() -> str | None:
+    """Of the source tree that this runs from, with `-dirty` behind it where files were changed; None outside of one."""
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None

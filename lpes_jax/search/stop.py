@@ -1,0 +1,41 @@
+"""SIGINT and SIGTERM in a search: what is being scored is finished and written first."""
+
+import os
+import signal
+import threading
+from types import FrameType
+
+from lpes_jax.errors import Interrupted
+
+
+class GracefulStop:
+    """While it is entered, a SIGINT or SIGTERM waits until `check`, which raises Interrupted; a second one does not wait.
+
+    Only a program's main thread can have signals; in another, this does nothing.
+    """
+
+    def __init__(self):
+        self._signal: int | None = None
+        self._before = {}
+
+    def __enter__(self) -> "GracefulStop":
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if kind is None:
+            self.check()
+
+    def check(self) -> None:
+        """A place where a search may end."""
+        if self._signal is not None:
+            raise Interrupted(self._signal)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._signal is not None:
+            raise Interrupted(number)
+        self._signal = number
+        os.write(2, b"ending when the batch under way is scored and saved; once more to end now\n")  # print may be at work

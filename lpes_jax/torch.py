@@ -1,0 +1,197 @@
+"""Layer factors (LPES) in models of transformers (4.57 and 5). Needs torch and transformers, neither jax nor lpes_jax.
+
+    sys.path.append("FOLDER")                               # an exported folder
+    from lpes_torch import apply_layer_factors              # or, where lpes_jax is: from lpes_jax.torch
+    model = AutoModelForCausalLM.from_pretrained("FOLDER")  # so far without factors
+    undo = apply_layer_factors(model)                       # with those in its config
+    model.generate(...)                                     # KV cache, left padding, batches: as ever
+    undo.close()                                            # the model as it was, bit for bit
+
+`lpes_jax.torch` and the `lpes_torch.py` in every folder that `python -m lpes_jax.export` writes are the same file. There,
+
+    python lpes_torch.py
+
+compares torch's logits and greedy ids with those that lpes_jax recorded (not with --no-self-test), and exits with 0 if they
+agree, else with 1.
+
+transformers works out cos and sin once, from position x inverse frequency, and hands them to all decoder layers. A hook before
+each layer puts others in their place: of position x inverse frequency / factor. The frequencies are the model's own, of
+whatever RoPE kind, as it has just set them for the call; cached keys keep their rotation, which is right: a layer's factors
+never change. Where each KV group has its own factors, cos and sin get an axis of groups, and the function that rotates, in the
+model's own file, is wrapped once to take them; everything else goes through it untouched.
+
+Letters: L layers, K key-value heads, H heads, G = 1 or K groups with factors of their own, R rotated part of a head, B batch,
+T tokens, D head dim.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch  # pyright: ignore[reportMissingImports]
+
+KEY = "lpes_factors"  # of config.json
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3")
+TOLERANCE = 2e-2  # of the self-test: float32 logits of two libraries
+_RANK = {"layer": 1, "layer_band": 2, "layer_group": 2, "layer_group_band": 3}
+
+
+def apply_layer_factors(model: torch.nn.Module, factors: Any = None, length: int | None = None) -> ExitStack:
+    """Let each layer of `model` rotate by position / factor. `close()` of what is returned undoes it; so does leaving `with`.
+
+    `factors`: the path or the contents of a factors.json, a `lpes_jax.LayerFactors`, or one number a layer; None: those in the
+    model's config, where `lpes_jax.export` put them. Of several calls the last one counts.
+
+    `length` matters to the RoPE kinds `dynamic` and `longrope` alone, whose frequencies change with the length of the text: the
+    tokens of prompt and answer together, fixed for all calls, as in lpes_jax (cached keys stay right beyond the trained
+    window). None: as transformers does it, from the positions of each call.
+
+    Raises ValueError for factors that do not fit the model, and for a model of another type than `MODEL_TYPES`.
+    """
+    decoder = _decoder(model)
+    rotary = decoder.rotary_emb
+    multipliers = _multipliers(factors, decoder.config, rotary.inv_freq.shape[-1])
+    fixed = None
+    if length is not None and rotary.rope_type in ("dynamic", "longrope"):
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # pyright: ignore[reportMissingImports]
+
+        fixed = ROPE_INIT_FUNCTIONS[rotary.rope_type](rotary.config, rotary.inv_freq.device, seq_len=length)
+    if multipliers.shape[1] > 1:
+        _take_groups(sys.modules[type(decoder).__module__])
+    undo = ExitStack()
+    for layer, row in zip(decoder.layers, multipliers, strict=True):
+        undo.callback(layer.register_forward_pre_hook(_hook(rotary, row, fixed), with_kwargs=True).remove)
+    return undo
+
+
+def _decoder(model: torch.nn.Module) -> Any:
+    """The module with the layers and their rotary embedding, whatever is wrapped around it."""
+    module: Any
+    for module in model.modules():
+        if hasattr(module, "layers") and hasattr(module, "rotary_emb"):
+            if module.config.model_type in MODEL_TYPES:
+                return module
+            raise ValueError(f"model_type {module.config.model_type!r} is not supported; supported: {', '.join(MODEL_TYPES)}")
+    raise ValueError(f"{type(model).__name__} has no decoder with layers and a rotary_emb; give a causal model of transformers")
+
+
+def _multipliers(factors: Any, config: Any, half: int) -> torch.Tensor:
+    """1 / factor for each of the R/2 frequencies: float32 [L, G, R/2]. (`lpes_jax.rope` multiplies by the reciprocal too.)"""
+    if factors is None and (factors := getattr(config, KEY, None)) is None:
+        raise ValueError(f"the model's config has no {KEY}; give a factors.json, its contents, or one number a layer")
+    if isinstance(factors, str | os.PathLike):
+        factors = json.loads(Path(factors).read_text(encoding="utf-8"))
+    if isinstance(factors, Mapping):
+        granularity, numbers = factors.get("granularity", "layer"), factors["factors"]
+    else:
+        granularity, numbers = getattr(factors, "granularity", "layer"), getattr(factors, "factors", factors)
+    table = torch.as_tensor(numbers, dtype=torch.float32)
+    if granularity not in _RANK or table.dim() != _RANK[granularity]:
+        raise ValueError(f"factors of shape {list(table.shape)} are not of granularity {granularity!r} ({', '.join(_RANK)})")
+    if not (torch.isfinite(table) & (table > 0)).all():
+        raise ValueError("factors must be finite and above 0")
+    if len(table) != config.num_hidden_layers:
+        raise ValueError(f"{len(table)} layers of factors, but the model has {config.num_hidden_layers}")
+    if "group" in granularity and table.shape[1] != config.num_key_value_heads:
+        raise ValueError(f"{table.shape[1]} KV groups of factors, but the model has {config.num_key_value_heads}")
+    bands = table.shape[-1] if "band" in granularity else 1
+    if half % bands:
+        raise ValueError(f"{bands} bands of factors do not divide the model's {half} frequencies a head")
+    return (1 / table.reshape(len(table), -1, bands)).repeat_interleave(half // bands, dim=-1)
+
+
+def _hook(
+    rotary: Any, multipliers: torch.Tensor, fixed: tuple[torch.Tensor, float] | None
+) -> Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]:
+    """What puts the layer's cos and sin in place, [B, T, R] each, or [B, K, T, R] where each KV group has its own.
+
+    `multipliers` is [G, R/2]; `fixed` are inverse frequencies and what cos and sin are multiplied by, None: as `rotary` says.
+    """
+
+    def replace(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        positions, plain = kwargs.get("position_ids"), kwargs.get("position_embeddings")
+        if positions is None or plain is None:
+            raise RuntimeError("this transformers hands its layers no position_ids and position_embeddings; use 4.57 or 5")
+        inv_freq, scaling = (rotary.inv_freq, rotary.attention_scaling) if fixed is None else fixed
+        if inv_freq.dtype != torch.float32:
+            raise RuntimeError(f"inverse frequencies in {inv_freq.dtype}: load with dtype=..., model.to(dtype) rounds them")
+        inv_freq = inv_freq.to(positions.device) * multipliers.to(positions.device)
+        angles = positions[:, None, :, None].float() * inv_freq[:, None, :]
+        angles = angles if len(multipliers) > 1 else angles[:, 0]
+        cos, sin = (torch.cat((half, half), dim=-1) * scaling for half in (angles.cos(), angles.sin()))
+        return args, {**kwargs, "position_embeddings": (cos.to(plain[0].dtype), sin.to(plain[1].dtype))}
+
+    return replace
+
+
+def _take_groups(modeling: Any) -> None:
+    """Let `apply_rotary_pos_emb` of a modeling file take cos and sin of [B, K, T, R] as well.
+
+    It stays so: with three axes it is the function that was there.
+    """
+    plain = modeling.apply_rotary_pos_emb
+    if getattr(plain, "takes_groups", False):
+        return
+
+    @wraps(plain)
+    def apply_rotary_pos_emb(
+        q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *more: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if cos.dim() == 3:
+            return plain(q, k, cos, sin, *more, **kwargs)
+        # q [B, H, T, D]: the heads of a group stand next to each other. As [B, H/K, K, T, D], they meet cos [B, 1, K, T, R].
+        q, k = plain(q.unflatten(1, (cos.shape[1], -1)).transpose(1, 2), k[:, None], cos, sin)
+        return q.transpose(1, 2).flatten(1, 2), k[:, 0]
+
+    apply_rotary_pos_emb.takes_groups = True  # pyright: ignore[reportAttributeAccessIssue]
+    modeling.apply_rotary_pos_emb = apply_rotary_pos_emb
+
+
+def self_test(folder: Path) -> bool:
+    """Whether torch, in float32, agrees with what lpes_jax recorded in the folder; says how far off it is."""
+    from transformers import (  # pyright: ignore[reportMissingImports]
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        GenerationConfig,
+        __version__,
+    )
+
+    if not (folder / "self_test.json").exists():
+        sys.exit(f"{folder}: nothing was recorded; export it without --no-self-test")
+    record = json.loads((folder / "self_test.json").read_text(encoding="utf-8"))
+    ids, new = record["ids"], record["new_ids"]
+    same_ids = AutoTokenizer.from_pretrained(folder)(record["text"])["input_ids"][: len(ids)] == ids
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model.generation_config = GenerationConfig()  # greedy, and no end of text
+    # The prompt, and its first half padded on the left: the same tokens with the same logits.
+    shorter = len(ids) // 2
+    tokens = torch.tensor([ids, [0] * (len(ids) - shorter) + ids[:shorter]])
+    mask = torch.tensor([[1] * len(ids), [0] * (len(ids) - shorter) + [1] * shorter])
+    best, wanted = torch.tensor(record["best_ids"]), torch.tensor(record["best_logits"])
+
+    def off() -> float:
+        logits = model(tokens, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits
+        rows = logits[0].gather(-1, best) - wanted, logits[1, -shorter:].gather(-1, best[:shorter]) - wanted[:shorter]
+        return max(float(row.abs().max()) for row in rows)
+
+    with torch.no_grad():
+        plain = off()
+        with apply_layer_factors(model):
+            found = off()
+            generated = model.generate(tokens, attention_mask=mask, max_new_tokens=len(new), do_sample=False, pad_token_id=0)[
+                0, len(ids) :
+            ].tolist()
+    print(f"torch {torch.__version__}, transformers {__version__}")
+    print(f"tokenizer: {'the same ids' if same_ids else 'OTHER IDS'}")
+    print(f"logits: off by at most {found:.1e}, {TOLERANCE:g} allowed (without the factors by {plain:.1e})")
+    print(f"greedy ids with a KV cache: {'equal' if generated == new else f'{generated}, NOT {new}'}")
+    return same_ids and found <= TOLERANCE and generated == new
+
+
+if __name__ == "__main__":
+    sys.exit(not self_test(Path(__file__).resolve().parent))

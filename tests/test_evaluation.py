@@ -1,0 +1,100 @@
+"""What a result carries: differences from the baseline worked out by hand, and where it comes from."""
+
+import hashlib
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lpes_jax.errors import UserError
+from lpes_jax.evaluation import ALONE, BASELINE, Candidate, Outcome, evaluate, results_record, slots_of
+from lpes_jax.models.llama import Llama
+from lpes_jax.provenance import content_sha256, environment
+from lpes_jax.report.tables import differences
+from lpes_jax.tasks.key_value import KeyValue
+
+TASK = KeyValue(num_pairs=3, key_length=1)
+PLACES = slots_of(TASK, (0, 100))
+
+
+def outcome(name: str, verdicts: list[list[int]]) -> Outcome:
+    """Of questions at two positions."""
+    examples = TASK.examples("test", len(verdicts), 0)
+    prompts = [TASK.prompt(example, *place) for example in examples for place in PLACES]
+    counts = {"questions_skipped": 0}
+    return Outcome(Candidate(name), prompts, {"prefix": np.array(verdicts, float)}, None, 0, [9] * len(prompts), counts)
+
+
+def test_differences_by_hand(tmp_path):
+    # At position 0 six of eight questions are won and none lost; at 100 one is won and one lost.
+    wrong = [[0, 0]] * 7 + [[0, 1]]
+    better = [[1, 0]] * 5 + [[1, 1], [0, 0], [0, 0]]
+    outcomes = [outcome(BASELINE, wrong), outcome("same", wrong), outcome("better", better)]
+    (tmp_path / "data.jsonl").write_text("{}")
+    record = results_record(TASK, outcomes, PLACES, {"data": str(tmp_path / "data.jsonl")}, 0.0)
+    assert record["data_sha256"] == hashlib.sha256(b"{}").hexdigest()
+    assert "against_baseline" not in record["methods"][BASELINE]
+    it, same = (record["methods"][name]["against_baseline"] for name in ("better", "same"))
+    assert it["by_position"]["0"]["difference"] == 0.75 and it["by_position"]["100"]["difference"] == 0
+    assert it["by_position"]["0"]["p_mcnemar"] == 2 / 2**6 and it["by_position"]["100"]["p_mcnemar"] == 1
+    assert it["difference"] == 0.375 and it["interval"][0] < 0.375 < it["interval"][1]
+    assert it["by_position"]["0"]["interval"][0] > 0.25 and it["by_position"]["0"]["interval"][1] == 1
+    assert it["p_holm"] == pytest.approx(2 * it["p"]) and same["p_holm"] == 1 and same["interval"] == [0, 0]
+    low, high = record["methods"]["better"]["acc_interval_by_position"]["0"]  # Wilson's of 6 in 8
+    assert (low, high) == pytest.approx((0.40927, 0.92852), abs=1e-4)
+
+    table = differences(record["methods"])
+    assert "| points against baseline | 0 % | 100 % | mean | p | p (Holm) |" in table
+    assert (
+        "| better | +75.0 [+" in table and "], p 0.031 | +0.0 [" in table and "| same | +0.0 [+0.0, +0.0], p 1.000 |" in table
+    )
+    assert "Holm's takes all 2 comparisons" in table and "McNemar" in table
+    assert differences({BASELINE: record["methods"][BASELINE]}) == ""
+    # Scores between 0 and 1 are no verdicts: McNemar's test has nothing to say.
+    half = [replace(it, scores={"prefix": it.main / 2}) for it in outcomes]
+    figures = results_record(TASK, half, PLACES, {}, 0.0)["methods"]["better"]
+    assert figures["against_baseline"]["by_position"]["0"]["p_mcnemar"] is None
+    assert figures["against_baseline"]["difference"] == 0.1875
+
+
+def test_prompts_have_a_hash_that_no_path_or_verdict_moves():
+    first = results_record(TASK, [outcome(BASELINE, [[0, 0]])], PLACES, {}, 0.0)
+    again = results_record(TASK, [outcome(BASELINE, [[1, 0]])], PLACES, {}, 1.0)
+    more = results_record(TASK, [outcome(BASELINE, [[0, 0], [0, 0]])], PLACES, {}, 0.0)
+    assert first["prompts_sha256"] == again["prompts_sha256"] != more["prompts_sha256"] and first["data_sha256"] is None
+
+
+def test_a_folder_has_a_hash_of_names_and_contents(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x").write_text("1")
+    before = content_sha256(tmp_path)
+    (tmp_path / "a").rename(tmp_path / "b")
+    assert content_sha256(tmp_path) != before
+    with pytest.raises(UserError, match="--data .*nowhere: cannot be read"):
+        content_sha256(tmp_path / "nowhere", "--data ")
+
+
+def test_the_environment_is_this_one(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--some=flag")
+    it = environment()
+    assert it["versions"]["jax"] == jax.__version__ and it["xla_flags"] == "--some=flag"
+    assert it["devices"]["platform"] == "cpu" and it["deterministic"] is True  # a CPU is, whatever its flags
+    root = Path(__file__).parent.parent
+    if (root / ".git").exists():
+        head = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+        assert it["git_commit"].removesuffix("-dirty") == head
+
+
+def test_verdicts_are_looked_at_alone_in_16_bits_only(tiny_model: Llama, model_folder: Path):
+    from lpes_jax.models.llama import load
+
+    tokenizer, examples = load(str(model_folder), "float32").tokenizer, TASK.examples("test", 2, 0)
+    for dtype, counted in ((jnp.float32, False), (jnp.bfloat16, True)):
+        model = jax.tree.map(lambda leaf, dtype=dtype: leaf.astype(dtype), tiny_model)
+        [it] = evaluate(model, tokenizer, TASK, examples, PLACES, [Candidate(BASELINE)])
+        assert ("verdicts_changed_alone" in it.counts) == counted
+        assert 0 <= it.counts.get("verdicts_changed_alone", 0) <= min(ALONE, 4)

@@ -1,0 +1,221 @@
+"""Prompts that begin alike: trees against rows one by one, in scores and gradients; and passes that run out of memory."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lpes_jax import memory, scoring
+from lpes_jax.errors import UserError
+from lpes_jax.models.llama import prefix
+from lpes_jax.models.llama.method import Method, of_table
+from lpes_jax.prefixes import Costs, Row, groups, pack_rows, pack_trees, tree_of
+from lpes_jax.rope import RopeParameters, RopeTable
+from lpes_jax.scoring import Scorer, batch_scores, generate_ids
+from lpes_jax.tasks.prompts import EncodedPrompt
+
+ids = st.lists(st.integers(0, 2), min_size=1, max_size=6)  # three tokens: rows begin alike as often as not
+
+
+@st.composite
+def families(draw) -> list[Row]:
+    """Up to four rows of at most 31 tokens, the first or more of them in common."""
+    shared = draw(st.lists(st.integers(0, 299), min_size=1, max_size=20))
+    return [(shared[: draw(st.integers(1, 20))] + draw(ids), draw(ids)) for _ in range(draw(st.integers(1, 4)))]
+
+
+@given(families())
+@settings(max_examples=60, deadline=None)
+def test_what_an_answer_token_sees_is_its_row(rows):
+    tree = tree_of(rows, list(range(len(rows))))
+    for row, of_row in zip(tree.rows, tree.at, strict=True):
+        prompt, answer = rows[row]
+        for number, at in enumerate(tree.read[of_row]):
+            seen = [j for j in range(at + 1) if at < tree.ends[j]]
+            assert tree.tokens[seen].tolist() == prompt + answer[:number]
+            assert tree.positions[seen].tolist() == list(range(len(seen)))
+    distinct = {tuple(sequence[:end]) for p, a in rows for sequence in [(p + a)[:-1]] for end in range(1, len(sequence) + 1)}
+    assert len(tree.tokens) == len(distinct)  # every beginning once
+
+
+LARGEST: list[Row] = [([7] * 31 + [at] * 25, [8] * 6) for at in range(4)]  # its tree is as wide as any that is drawn
+
+
+@pytest.fixture(scope="module")
+def both_ways(tiny_model):
+    """Scores of four rows as a tree, which stands beside the largest one, and alone; each compiled once."""
+    method, score = of_table(tiny_model.config.rope_table(64)), jax.jit(lambda *inputs: batch_scores(*inputs))
+
+    def run(rows: list[Row]):
+        filled = LARGEST + rows + [rows[0]] * (4 - len(rows))
+        largest, tree = tree_of(filled, [0, 1, 2, 3]), tree_of(filled, [4, 5, 6, 7])
+        together = score(tiny_model, pack_trees([largest, tree], filled), method)
+        alone = score(tiny_model, pack_rows([filled[at] for at in tree.rows] + LARGEST[:1], 6), method)
+        return [np.asarray(values)[4:] for values in together], [np.asarray(values)[:4] for values in alone]
+
+    yield run
+    assert score._cache_size() == 2
+
+
+@given(families())
+@settings(max_examples=40, deadline=None)
+def test_a_tree_of_rows_scores_as_the_rows_alone(both_ways, rows):
+    (correct, log_likelihood), (alone_correct, alone_likelihood) = both_ways(rows)
+    np.testing.assert_array_equal(correct, alone_correct)
+    np.testing.assert_allclose(log_likelihood, alone_likelihood, atol=1e-4, rtol=1e-5)
+
+
+def haystacks(questions: int, length: int = 60, count: int = 3, seed: int = 0) -> list[EncodedPrompt]:
+    """Prompts of `count` haystacks, a few tokens longer or shorter, with questions about each; a header before them all."""
+    rng = np.random.default_rng(seed)
+
+    def random(size: int) -> list[int]:
+        return rng.integers(0, 300, size).tolist()
+
+    header, bodies = random(4), [random(length + at) for at in range(count)]
+    return [EncodedPrompt(header + body + random(5), [random(3)]) for body in bodies for _ in range(questions)]
+
+
+def rows_of(prompts: list[EncodedPrompt]) -> list[Row]:
+    return [(prompt.ids, answer) for prompt in prompts for answer in prompt.answers]
+
+
+def test_groups_are_cut_where_sharing_pays(tiny_config):
+    costs = Costs.of(tiny_config, "cpu")
+
+    def found(prompts, most_tokens=10**6) -> list[list[int]]:
+        return sorted(sorted(group) for group in groups(rows_of(prompts), costs, most_tokens))
+
+    prompts = haystacks(5)
+    assert found(prompts) == [[*range(start, start + 5)] for start in (0, 5, 10)]
+    mixed = [prompts[at] for at in (10, 0, 5, 1, 11, 6)]
+    assert found(mixed) == [[0, 4], [1, 3], [2, 5]]  # whatever their order
+    assert found(haystacks(1)) == [[0], [1], [2]]  # a header alone is not worth it
+    assert found(prompts, most_tokens=90) == [[at] for at in range(15)]
+    small = groups(rows_of(prompts), costs, 128)
+    assert sorted(at for group in small for at in group) == [*range(15)] and max(map(len, small)) > 1
+    assert all(sum(tree_of(rows_of(prompts), group).shape) <= 128 for group in small)
+    twice = [EncodedPrompt(prompt.ids, prompt.answers * 2) for prompt in haystacks(1)]
+    assert found(twice) == [[0, 1], [2, 3], [4, 5]]
+
+
+LONGROPE = RopeParameters(
+    1e4, "longrope", 4.0, original_max_position_embeddings=48, short_factor=(1.0,) * 4, long_factor=(1.0, 1.5, 2.0, 4.0)
+)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope": RopeParameters(1e4, "dynamic", 4.0, original_max_position_embeddings=48)},
+        {"rope": LONGROPE, "sliding_window": 24, "sliding_layers": (1,)},
+        {"sliding_window": 24, "sliding_layers": (0, 1, 2)},
+    ],
+    ids=["dynamic", "longrope, and a window in one layer", "windows"],
+)
+def test_the_scorer_shares_and_changes_no_score(tiny_model, monkeypatch, changes):
+    model = nnx.merge(*nnx.split(tiny_model))
+    model.config = replace(tiny_model.config, **changes)
+    prompts = haystacks(4)
+    likely = generate_ids(model, [prompt.ids for prompt in prompts[::2]], max_new_tokens=3)
+    prompts[::2] = [EncodedPrompt(p.ids, [new, *p.answers]) for p, new in zip(prompts[::2], likely, strict=True)]
+    factors = np.array([[1, 1, 1], [1.3, 1, 1.7], [2, 1.5, 1]])
+    plain = Scorer(model, prompts, share_prefixes=False)
+    wanted = plain(factors)
+    assert plain.tokens_saved == 0 and wanted.correct[0, ::2].all() and not wanted.correct.all()
+    monkeypatch.setattr(prefix, "_SHORT", 0)  # the last layer where it is read, and no further
+    shared, done = Scorer(model, prompts), []
+    scores = shared(factors, on_prompts=done.append)
+    assert 0.6 < shared.tokens_saved < 0.8 and sum(done) == 3 * 12
+    np.testing.assert_array_equal(scores.correct, wanted.correct)
+    np.testing.assert_allclose(scores.log_likelihood, wanted.log_likelihood, atol=1e-4, rtol=1e-5)
+
+
+def test_a_method_of_several_tables_shares_as_well(tiny_model):
+    prompts, own = haystacks(4), tiny_model.config.rope_table(80)
+    tables = RopeTable(own.inv_freq / jnp.array([1.0, 1.5])[:, None, None, None], jnp.ones(2))
+    method = Method(tables, merge=mean)
+    one, other = (Scorer(tiny_model, prompts, share_prefixes=share).of_method(method) for share in (True, False))
+    np.testing.assert_array_equal(one.correct, other.correct)
+    np.testing.assert_allclose(one.log_likelihood, other.log_likelihood, atol=1e-4, rtol=1e-5)
+
+
+def mean(logits: jax.Array) -> jax.Array:
+    return logits.mean(axis=0)
+
+
+def test_gradients_of_a_tree_are_those_of_its_rows(tiny_model):
+    rows, table = rows_of(haystacks(3, length=40, count=2)), tiny_model.config.rope_table(64)
+    trees = [tree_of(rows, [0, 1, 2]), tree_of(rows, [3, 4])]  # the second has padding of every kind
+    packed = pack_trees(trees, rows)
+    kept = jnp.array([True] * 5 + [False])
+
+    def loss(batch, factors, remat: bool):
+        scaled = RopeTable(table.inv_freq / factors, table.attention_scaling)
+        log_likelihood = batch_scores(tiny_model, batch, of_table(scaled), remat=remat)[1]
+        return jnp.where(kept[: len(log_likelihood)], log_likelihood, 0).sum()
+
+    factors = jnp.array([1.0, 1.2, 1.5])[:, None, None] * jnp.ones((3, 1, 4))
+    gradient = jax.jit(jax.grad(loss, argnums=1), static_argnums=2)
+    wanted = gradient(pack_rows([rows[at] for tree in trees for at in tree.rows]), factors, False)
+    assert float(jnp.abs(wanted).max()) > 1
+    np.testing.assert_allclose(gradient(packed, factors, True), wanted, rtol=1e-4, atol=1e-4 * float(jnp.abs(wanted).max()))
+
+
+# Memory
+
+
+def test_a_pass_that_runs_out_of_memory_is_done_again_in_smaller_ones(tiny_model, monkeypatch):
+    prompts, factors = haystacks(2), np.array([[1.0, 1, 1], [1.3, 1, 1.7], [2, 1.5, 1], [1, 2, 1]])
+    wanted = Scorer(tiny_model, prompts)(factors)
+    run, passes, room = scoring._sharded_scores, [], 256
+
+    def in_little_memory(model, batch, factors, *more):
+        passes.append(len(factors) * batch.trees.tokens.size)
+        if passes[-1] > room:
+            return jnp.zeros(2**44)  # XLA's own error
+        return run(model, batch, factors, *more)
+
+    monkeypatch.setattr(scoring, "_sharded_scores", in_little_memory)
+    scorer, done = Scorer(tiny_model, prompts, batch_size=6, population_chunk=4), []
+    scores = scorer(factors, on_prompts=done.append)
+    assert passes[:3] == [4 * 384, 2 * 384, 384] and max(passes[3:]) == 128 and sum(done) == 4 * 6
+    np.testing.assert_array_equal(scores.correct, wanted.correct)
+    np.testing.assert_allclose(scores.log_likelihood, wanted.log_likelihood, atol=1e-4, rtol=1e-5)
+    scorer(factors)
+    assert max(passes[3:]) == 128  # it remembers
+    room = 8
+    with pytest.raises(UserError, match=r"does not hold one prompt of \d+ tokens"):
+        scorer(factors)
+    monkeypatch.setattr(scoring, "_sharded_scores", lambda *inputs: jnp.zeros(3) @ jnp.zeros(4))
+    with pytest.raises(TypeError):  # all else is not hidden
+        scorer(factors)
+
+
+def test_generation_that_runs_out_of_memory_goes_on_with_fewer_prompts(tiny_model, monkeypatch):
+    prompts = [prompt.ids for prompt in haystacks(1, length=20, count=5)]
+    wanted = generate_ids(tiny_model, prompts, max_new_tokens=3)
+    run, sizes = scoring.greedy, []
+
+    def in_little_memory(model, tokens, *more):
+        sizes.append(len(tokens))
+        return jnp.zeros(2**44) if len(tokens) > 2 else run(model, tokens, *more)
+
+    monkeypatch.setattr(scoring, "greedy", in_little_memory)
+    assert generate_ids(tiny_model, prompts, max_new_tokens=3) == wanted
+    assert sizes == [5, 3, 2, 2, 2]
+
+
+def test_the_model_of_memory_is_near_what_the_compiler_takes(tiny_model):
+    rows = [([7] * 500, [8] * 8)] * 4
+    leaves, structure = jax.tree.flatten((tiny_model, pack_rows(rows), of_table(tiny_model.config.rope_table(512))))
+    scores = jax.jit(lambda *leaves: batch_scores(*jax.tree.unflatten(structure, leaves)))
+    taken = scores.lower(*leaves).compile().memory_analysis().temp_size_in_bytes
+    assert 0.5 < memory.pass_bytes(tiny_model, 4 * 512, 4 * 8) / taken < 4
+    assert memory.pass_bytes(tiny_model, 100, 1, cached=True) > memory.pass_bytes(tiny_model, 100, 1)
+    assert memory.tokens_that_fit(tiny_model, 10**12, 1) == 10**12  # one row at least
