@@ -18,9 +18,11 @@ from importlib import import_module
 from types import FrameType
 from typing import TypeVar
 
+import jax
 import tyro
 
 from lpes_jax.errors import Interrupted, UserError
+from lpes_jax.memory import out_of_memory
 from lpes_jax.provenance import DETERMINISTIC, is_deterministic
 
 VERBS = {
@@ -58,6 +60,13 @@ def run_verb(defaults: Flags, run: Callable[[Flags], object], manual: str, argum
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         return fail(f"{error.filename or 'the results'}: cannot be written ({error.strerror}); make room, then start again")
+    except jax.errors.JaxRuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        return fail(
+            "the device's memory is full; end what else runs there (nvidia-smi lists it), or set "
+            "XLA_PYTHON_CLIENT_PREALLOCATE=false to share it"
+        )
     except KeyboardInterrupt as stop:
         print(str(stop) or "interrupted", file=sys.stderr)
         return 128 + getattr(stop, "number", signal.SIGINT)

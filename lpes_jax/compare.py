@@ -79,7 +79,7 @@ class CompareSettings(TaskFlags):
     """baseline, uniform, pi, dynamic_ntk, ntk_by_base, yarn, attention_buckets, ms_poe, moice, self_extend, hidden_channel,
     lpes; or all."""
     factors: Path | None = None
-    """factors.json of a search: LPES, and PI as their mean."""
+    """factors.json of a search, or the zoo's by name (MODEL/NAME): LPES, and PI as their mean."""
     router: Path | None = None
     """moice: a router that was trained before (default: one is trained, on --text)."""
     text: Path | None = None

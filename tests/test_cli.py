@@ -4,12 +4,22 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
+from lpes_jax.cli import run_verb
 from lpes_jax.factors import LayerFactors
+
+
+@dataclass(frozen=True)
+class Message:
+    """Of a fault."""
+
+    text: str = ""
 
 
 def lpes(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -160,6 +170,20 @@ def test_a_run_is_not_overwritten(searched, model_folder):
     done = lpes("search", "--model", model_folder, *SMALL, "--output-path", folder)
     assert done.returncode == 2 and "--resume" in done.stderr
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_full_device_is_one_line_and_other_faults_are_tracebacks(capsys):
+    def run(flags: Message) -> None:
+        raise jax.errors.JaxRuntimeError(flags.text)
+
+    def main(message: str) -> int:
+        return run_verb(Message(message), run, "", [], "search")
+
+    assert main("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.") == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "memory is full" in line and "XLA_PYTHON_CLIENT_PREALLOCATE=false" in line
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        main("INTERNAL: no kernel")
 
 
 @pytest.mark.parametrize("verb", ["search", "evaluate"])
