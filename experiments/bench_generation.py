@@ -24,9 +24,9 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 import tyro  # noqa: E402
 
+from lpes_jax.generation import generate_ids  # noqa: E402
 from lpes_jax.models.llama import load  # noqa: E402
 from lpes_jax.models.llama.checkpoint import save_llama  # noqa: E402
-from lpes_jax.scoring import generate_ids  # noqa: E402
 from lpes_jax.tasks.key_value import KeyValue  # noqa: E402
 from lpes_jax.tasks.prompts import token_ids  # noqa: E402
 

@@ -5,6 +5,9 @@
 Prompts of random tokens, all of one length, and logits of the last position. TFLOP/s count the layers' products and causal
 attention (the half that is not masked). The matrix product is 8,192 cubed, bfloat16. transformers runs its default attention
 (SDPA) eagerly, then through torch.compile. Medians of --rounds, after a first run of each for compilation and kernels.
+
+Then what the forward pass could do otherwise, alone: products of queries, keys and values, and of gate and up, with weights
+side by side in one matrix against one after the other; attention by cuDNN's kernel against XLA's blocks, causal and masked.
 """
 
 import os
@@ -26,7 +29,13 @@ from table05_latency import config_of, random_model  # noqa: E402
 
 from lpes_jax.evaluation import environment  # noqa: E402
 from lpes_jax.models.llama import Llama, LlamaConfig  # noqa: E402
-from lpes_jax.models.llama.model import hidden_states, output_logits  # noqa: E402
+from lpes_jax.models.llama.attention import (  # noqa: E402
+    blocked_attention,
+    blocked_masked_attention,
+    causal_attention,
+    masked_attention,
+)
+from lpes_jax.models.llama.model import hidden_states, matmul, output_logits  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,8 @@ def main(s: Settings) -> None:
         f"lpes_jax: {1e3 * ours:.0f} ms, {rate / 1e12:.0f} TFLOP/s, {100 * rate / of_matrix:.0f} % of the matrix product's rate"
     )
     del model
+    for name, (taken, other) in (products(s, config) | attentions(s, config)).items():
+        print(f"{name}: {1e3 * taken:.3f} ms as it is, {1e3 * other:.3f} ms otherwise, {other / taken:.2f} x")
     if s.torch:
         for name, seconds in of_torch(s, config, tokens).items():
             print(f"{name}: {1e3 * seconds:.0f} ms, {seconds / ours:.2f} x ours")
@@ -80,6 +91,48 @@ def matrix_rate(s: Settings) -> float:
     left, right = jax.random.normal(jax.random.key(0), (2, s.matrix, s.matrix), jnp.dtype(s.dtype))
     product = jax.jit(lambda left, right: left @ right)
     return 2.0 * s.matrix**3 / median(lambda: product(left, right).block_until_ready(), s.rounds)
+
+
+def products(s: Settings, config: LlamaConfig) -> dict[str, tuple[float, float]]:
+    """Seconds of products with the weights of a layer, one after the other and side by side."""
+    width, dtype = config.hidden_size, jnp.dtype(s.dtype)
+    x = jax.random.normal(jax.random.key(0), (s.batch_size * s.tokens, width), dtype)
+    heads, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    one_by_one = jax.jit(lambda x, weights: [matmul(x, matrix) for matrix in weights])
+    seconds = {}
+    for name, sizes in (
+        ("queries, keys and values", (heads, keys, keys)),
+        ("gate and up", (config.intermediate_size,) * 2),
+    ):
+        weights = [jax.random.normal(jax.random.key(1), (width, size), dtype) for size in sizes]
+        whole, cuts = jnp.concatenate(weights, axis=1), [sum(sizes[: at + 1]) for at in range(len(sizes) - 1)]
+        at_once = jax.jit(lambda x, whole, cuts=tuple(cuts): jnp.split(matmul(x, whole), cuts, axis=1))
+        seconds[name] = (
+            median(lambda weights=weights: jax.block_until_ready(one_by_one(x, weights)), s.rounds),
+            median(lambda at_once=at_once, whole=whole: jax.block_until_ready(at_once(x, whole)), s.rounds),
+        )
+    return seconds
+
+
+def attentions(s: Settings, config: LlamaConfig) -> dict[str, tuple[float, float]]:
+    """Seconds of one layer's attention: as the model takes it, and in XLA's blocks. The mask is a causal one."""
+    shape = s.batch_size, s.tokens, config.num_heads, config.head_dim
+    q, k, v = jax.random.normal(jax.random.key(0), (3, *shape), jnp.dtype(s.dtype))
+    k, v = k[:, :, : config.num_kv_heads], v[:, :, : config.num_kv_heads]
+    ends = jnp.full(shape[:2], s.tokens, jnp.int32)
+    at = jnp.broadcast_to(jnp.arange(s.tokens, dtype=jnp.int32), shape[:2])
+    causal, blocks = jax.jit(causal_attention), jax.jit(blocked_attention)
+    masked, masked_blocks = jax.jit(masked_attention), jax.jit(blocked_masked_attention)
+    return {
+        "causal attention": (
+            median(lambda: causal(q, k, v).block_until_ready(), s.rounds),
+            median(lambda: blocks(q, k, v).block_until_ready(), s.rounds),
+        ),
+        "masked attention": (
+            median(lambda: masked(q, k, v, at, ends, at).block_until_ready(), s.rounds),
+            median(lambda: masked_blocks(q, k, v, at, ends, at).block_until_ready(), s.rounds),
+        ),
+    }
 
 
 def of_torch(s: Settings, config: LlamaConfig, tokens: np.ndarray) -> dict[str, float]:

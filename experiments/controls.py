@@ -41,7 +41,8 @@ from lpes_jax.evaluation import BASELINE, PLAIN, Candidate, environment, slots_o
 from lpes_jax.factors import LayerFactors, write_json
 from lpes_jax.models.llama import Loaded, load
 from lpes_jax.models.llama.model import Llama
-from lpes_jax.search.gradient import Data, GradientSettings, Look, descend, pack
+from lpes_jax.search.gradient import GradientSettings, Look, descend
+from lpes_jax.search.minibatches import Data, pack
 from lpes_jax.search.plain_text import text_windows
 from lpes_jax.statistics import paired_permutation_test
 from lpes_jax.tasks import make_task

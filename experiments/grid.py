@@ -16,6 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +27,7 @@ from jaxtyping import Float
 from lpes_jax.errors import UserError
 from lpes_jax.evaluation import BASELINE, Candidate, Outcome, default_metrics, evaluate, slots_of
 from lpes_jax.factors import LayerFactors, read_json, write_json
-from lpes_jax.models.llama import Loaded
+from lpes_jax.models.llama import Loaded, load
 from lpes_jax.search import SearchSettings, preset, run_search
 from lpes_jax.search.fitness import fit
 from lpes_jax.search.settings import as_record
@@ -137,7 +138,14 @@ def run_cells(cells: Mapping[str, SearchSettings], flags: GridFlags) -> None:
         folder = flags.output_path / name
         if not (folder / "results.json").exists():
             print(f"== {name}", flush=True)
-            run_search(replace(settings, output_path=folder, resume=(folder / "history.jsonl").exists()))
+            resume = (folder / "history.jsonl").exists()
+            run_search(replace(settings, output_path=folder, resume=resume), loaded_once(settings.model, settings.dtype))
+
+
+@lru_cache(maxsize=1)
+def loaded_once(model: str, dtype: str) -> Loaded:
+    """A model that many cells share."""
+    return load(model, dtype)
 
 
 def collect(cells: Mapping[str, SearchSettings], flags: GridFlags) -> dict[str, dict[str, Any]]:

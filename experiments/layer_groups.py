@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from grid import GridFlags, figures, header, held_out, markdown_table, row, run_grid, run_script, write_tables
+from grid import GridFlags, figures, header, held_out, loaded_once, markdown_table, row, run_grid, run_script, write_tables
 
 from lpes_jax.evaluation import figures_of, slots_of
 from lpes_jax.factors import LayerFactors
-from lpes_jax.models.llama import load
 from lpes_jax.tasks.flags import task_of
 
 
@@ -36,7 +35,7 @@ class Settings(GridFlags):
 def main(s: Settings) -> None:
     """Search the halves, measure the thirds, and write both tables."""
     settings = s.search(seed=s.seeds[0])
-    loaded = load(s.model, settings.dtype)
+    loaded = loaded_once(s.model, settings.dtype)
     layers = loaded.model.config.num_layers
     halves = {"all": ":", f"0 to {layers // 2 - 1}": f":{layers // 2}", f"{layers // 2} to {layers - 1}": f"{layers // 2}:"}
     names = dict(zip(halves, ("all", "first_half", "last_half"), strict=True))

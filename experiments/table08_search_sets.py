@@ -20,6 +20,7 @@ from grid import (
     check_held_out,
     header,
     held_out,
+    loaded_once,
     markdown_table,
     other_model,
     paper_row,
@@ -31,7 +32,6 @@ from grid import (
 
 from lpes_jax.evaluation import figures_of, slots_of
 from lpes_jax.factors import LayerFactors
-from lpes_jax.models.llama import load
 from lpes_jax.tasks.flags import task_of
 
 PAPER = {
@@ -61,7 +61,7 @@ def main(s: Settings) -> None:
         data = {} if s.data is None else {"data": in_order_of(seed, s.data, s.output_path)}
         cells[f"seed{seed}"] = s.search(seed=seed, test_limit=1, **data)
     settings = s.search(seed=s.test_seed)
-    loaded = load(s.model, settings.dtype)
+    loaded = loaded_once(s.model, settings.dtype)
     check_held_out(settings, loaded)
     records = run_grid(cells, s)
     factors = {f"LPES (set {seed})": LayerFactors.load(s.output_path / f"seed{seed}" / "factors.json") for seed in s.seeds}

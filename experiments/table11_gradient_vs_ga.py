@@ -9,15 +9,14 @@ log-likelihood, and Adam on the log-likelihood: once with its own --steps, and o
 log-likelihood pay for. --equal-seconds adds one with as many as the seconds of that GA pay for.
 
 A step counts for --passes-per-step forward passes of its minibatch (one forward, one that rematerialises, about two backward),
-and each look at the validation prompts for one. The GA counts the individuals that the model scored. Seconds are of the whole
-search, compilation included and, in the GA on accuracy alone, the uniform factor's tuning; held-out measurement not; of a run
-that was cut off and resumed they are those of its last part.
+and each look at the validation prompts for one; a prompt counts as one whether it shares its beginning or not. The GA counts
+the individuals that the model scored. Seconds are of the whole search, compilation included and, in the GA on accuracy, the
+uniform factor's tuning; held-out measurement not; of a run that was cut off and resumed they are those of its last part.
 
 Appendix C: three sets of 2,000 prompts, batches of 32, learning rate 1e-5, 1,875 steps, from 1.5 and from 1 (first seed), with
 the distance that each factor moved.
 """
 
-import math
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -31,6 +30,7 @@ from grid import (
     header,
     held_out,
     in_part,
+    loaded_once,
     markdown_table,
     other_model,
     paper_row,
@@ -45,7 +45,7 @@ from grid import (
 
 from lpes_jax.evaluation import BASELINE, figures_of, slots_of
 from lpes_jax.factors import LayerFactors
-from lpes_jax.models.llama import Loaded, load
+from lpes_jax.models.llama import Loaded
 from lpes_jax.search import SearchSettings
 from lpes_jax.statistics import paired_permutation_test
 from lpes_jax.tasks.flags import task_of
@@ -109,7 +109,7 @@ def main(s: Settings) -> None:
         table, summary["grid"] = grid_table(s)
         tables.append(table)
     if appendix:
-        loaded = load(s.model, s.search().dtype)
+        loaded = loaded_once(s.model, s.search().dtype)
         of_starts = {name: appendix_figures(appendix[name], record, loaded) for name, record in moved_of.items()}
         tables += appendix_tables(s, of_starts)
         summary["appendix"] = of_starts
@@ -139,7 +139,7 @@ def run_group(s: Settings, curve: str, box: str, seed: int) -> dict[str, dict[st
     for name, settings in cells.items():
         run(name, settings)
     gradient, ga = cells["gradient"], done["ga_likelihood"]
-    run("gradient_prompts", replace(gradient, steps=steps_for_prompts(s, gradient, prompts(s, ga))))
+    run("gradient_prompts", replace(gradient, steps=steps_for_prompts(s, done["gradient"], prompts(s, ga))))
     if s.equal_seconds:
         run("gradient_seconds", replace(gradient, steps=steps_for_seconds(done["gradient"], seconds(ga))))
     return done
@@ -155,21 +155,15 @@ def prompts(s: Settings, record: dict[str, Any]) -> float:
     search = record["factors"]["search"]
     if search["algorithm"] == "ga":
         return search["evaluations_of_algorithm"] * search["limit"] * len(search["search_positions"])
-    minibatch, validation = prompts_of_gradient(search["limit"], search)
-    return record["history"][-1]["step"] * minibatch * s.passes_per_step + len(record["history"]) * validation
+    steps, looks = record["history"][-1]["step"], len(record["history"])
+    return steps * search["prompts_a_step"] * s.passes_per_step + looks * search["prompts_a_look"]
 
 
-def prompts_of_gradient(limit: int, search: dict[str, Any]) -> tuple[int, int]:
-    """Prompts of a minibatch and of a look."""
-    places, kept = len(search["search_positions"]), math.ceil(search["validation_share"] * limit)
-    return min(search["minibatch_size"], (limit - kept) * places), kept * places
-
-
-def steps_for_prompts(s: Settings, gradient: SearchSettings, budget: float) -> int:
-    """Steps of the gradient, with their looks, that cost at most `budget` prompts."""
-    minibatch, validation = prompts_of_gradient(gradient.limit, vars(gradient))
-    cost_of_step = minibatch * s.passes_per_step + validation / gradient.look_every
-    return max(1, int((budget - 2 * validation) / cost_of_step))
+def steps_for_prompts(s: Settings, record: dict[str, Any], budget: float) -> int:
+    """Steps of a gradient run like that of the record, with their looks, that cost at most `budget` prompts."""
+    search = record["factors"]["search"]
+    cost_of_step = search["prompts_a_step"] * s.passes_per_step + search["prompts_a_look"] / search["look_every"]
+    return max(1, int((budget - 2 * search["prompts_a_look"]) / cost_of_step))
 
 
 def steps_for_seconds(record: dict[str, Any], budget: float) -> int:

@@ -9,9 +9,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from lpes_jax.factors import LayerFactors
+from lpes_jax.generation import generate_ids
 from lpes_jax.models.llama.model import Llama, hidden_states, output_logits
 from lpes_jax.rope import Granularity, RopeTable
-from lpes_jax.scoring import generate_ids
 from lpes_jax.tasks.prompts import token_ids
 
 

@@ -1,8 +1,9 @@
 """The command line: `lpes VERB ...`, the same as `python -m lpes_jax.VERB ...`.
 
 A verb is a frozen dataclass of flags (tyro makes the parser and the help from it) and a function that takes one. Exit codes:
-0 done, 2 the user's mistake (one line `error: ...` on stderr), 1 a fault of ours (a traceback), 130 and 143 ended by SIGINT or
-SIGTERM (one line that says how to go on).
+0 done, 2 the user's mistake (one line `error: ...` on stderr), 1 a fault of ours (a traceback) or the loss of another process
+(one line), 130 and 143 ended by SIGINT or SIGTERM (one line that says how to go on). Of several processes (lpes_jax.hosts) all
+end with the code of the one that failed.
 """
 
 import contextlib
@@ -13,17 +14,22 @@ import re
 import signal
 import sys
 import threading
+import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from types import FrameType
-from typing import TypeVar
+from typing import Annotated, Any, TypeVar
 
 import jax
 import tyro
 
+from lpes_jax import hosts
+from lpes_jax.compilation import keep_programs
 from lpes_jax.errors import Interrupted, UserError
+from lpes_jax.hosts import HostFlags
 from lpes_jax.memory import out_of_memory
-from lpes_jax.provenance import DETERMINISTIC, is_deterministic
+from lpes_jax.provenance import DETERMINISTIC
 
 VERBS = {
     "search": "lpes_jax.search.__main__",
@@ -46,31 +52,55 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return import_module(VERBS[arguments[0]]).main(arguments[1:])
 
 
-def run_verb(defaults: Flags, run: Callable[[Flags], object], manual: str, arguments: Sequence[str], name: str) -> int:
-    """Parse `arguments` over the dataclass `defaults` and run the verb with the result; returns the exit code."""
+def run_verb(
+    defaults: Flags,
+    run: Callable[[Flags], object],
+    manual: str,
+    arguments: Sequence[str],
+    name: str,
+    *,
+    many_hosts: bool = False,
+) -> int:
+    """Parse `arguments` over the dataclass `defaults` and run the verb with the result; returns the exit code.
+
+    `many_hosts`: the verb runs in several processes where flags name these, and has those flags.
+    """
     try:
         with _sigterm():
-            flags = _parse(defaults, manual, arguments, f"python -m lpes_jax.{name}")
+            flags, host_flags = _parse(defaults, manual, arguments, f"python -m lpes_jax.{name}", many_hosts)
             if getattr(flags, "deterministic", False):
-                _restart_deterministic(arguments)
+                _make_deterministic(arguments)
+            hosts.start(host_flags)
+            keep_programs()
             run(flags)
+            hosts.finish()
     except UserError as error:
         return fail(str(error))
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
+            return _fault()
         return fail(f"{error.filename or 'the results'}: cannot be written ({error.strerror}); make room, then start again")
     except jax.errors.JaxRuntimeError as error:
         if not out_of_memory(error):
-            raise
+            return _fault()
         return fail(
             "the device's memory is full; end what else runs there (nvidia-smi lists it), or set "
             "XLA_PYTHON_CLIENT_PREALLOCATE=false to share it"
         )
     except KeyboardInterrupt as stop:
-        print(str(stop) or "interrupted", file=sys.stderr)
-        return 128 + getattr(stop, "number", signal.SIGINT)
+        return hosts.leave(128 + getattr(stop, "number", signal.SIGINT), str(stop) or "interrupted")
+    except Exception:
+        return _fault()
     return 0
+
+
+def _fault() -> int:
+    """The exception that is handled is none of the user's: a traceback. Where there are other processes, they end as well."""
+    if not hosts.in_company():
+        raise
+    time.sleep(2)  # what failed may be the talk with a process that is gone: the end comes with that reason, then
+    os.write(2, traceback.format_exc().encode())
+    return hosts.leave(1, "error: a fault in the program; its traceback is above, or on the stderr of that process")
 
 
 def value_of(flag: str, arguments: Sequence[str]) -> str | None:
@@ -85,9 +115,8 @@ def value_of(flag: str, arguments: Sequence[str]) -> str | None:
 
 
 def fail(message: str) -> int:
-    """Print the one line of a user's mistake; returns its exit code."""
-    print("error: " + " ".join(message.split()), file=sys.stderr)
-    return 2
+    """Say the one line of a user's mistake; returns its exit code."""
+    return hosts.leave(2, "error: " + " ".join(message.split()))
 
 
 @contextlib.contextmanager
@@ -107,26 +136,25 @@ def _sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _restart_deterministic(arguments: Sequence[str]) -> None:
-    """Run this process's own command anew with XLA's flag for it: XLA reads its flags once, when evosax is imported."""
-    if not is_deterministic() and list(arguments) == sys.argv[len(sys.argv) - len(arguments) :]:
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DETERMINISTIC}".strip()
-        os.execv(sys.executable, sys.orig_argv)
+def _make_deterministic(arguments: Sequence[str]) -> None:
+    """Give XLA its flag for it, if this process is the verb's own: XLA reads its flags once, when JAX looks for devices."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if DETERMINISTIC not in flags.split() and list(arguments) == sys.argv[len(sys.argv) - len(arguments) :]:
+        os.environ["XLA_FLAGS"] = f"{flags} {DETERMINISTIC}".strip()
 
 
-def _parse(defaults: Flags, manual: str, arguments: Sequence[str], prog: str) -> Flags:
+def _parse(defaults: Flags, manual: str, arguments: Sequence[str], prog: str, many_hosts: bool) -> tuple[Flags, HostFlags]:
     # tyro draws its errors as a box; its first paragraph becomes our one line.
     captured = io.StringIO()
+    parser: dict[str, Any] = {"prog": prog, "description": manual, "args": list(arguments)}
+    parser["config"] = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
+    verb, of_hosts = tyro.conf.arg(name=""), tyro.conf.arg(name="many-hosts")
     try:
         with contextlib.redirect_stderr(captured):
-            return tyro.cli(
-                type(defaults),
-                default=defaults,
-                prog=prog,
-                description=manual,
-                args=list(arguments),
-                config=(tyro.conf.FlagCreatePairsOff,),
-            )
+            if not many_hosts:
+                return tyro.cli(type(defaults), default=defaults, **parser), HostFlags()
+            both = tuple[Annotated[type(defaults), verb], Annotated[HostFlags, of_hosts]]
+            return tyro.cli(both, default=(defaults, HostFlags()), **parser)
     except SystemExit as stop:
         if not stop.code:
             raise

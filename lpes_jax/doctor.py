@@ -25,6 +25,7 @@ from flax import nnx
 from jaxtyping import Float
 from rich.table import Table
 
+from lpes_jax import compilation
 from lpes_jax.api import logits
 from lpes_jax.cli import run_verb
 from lpes_jax.errors import UserError
@@ -131,6 +132,7 @@ def understood(checkpoint: Checkpoint, loaded: Loaded) -> Iterator[tuple[str, st
     device, dtype = jax.devices()[0], loaded.identity["dtype"]
     attention = "cuDNN's fused attention" if runs_on_cudnn(config.head_dim, dtype) else "exact blocked softmax (XLA)"
     yield "runs on", f"{jax.device_count()} x {device.device_kind}, {dtype}, {attention}"
+    yield "compiled programs", compilation.described()
     first = tokenizer("a")["input_ids"][:1]
     begins = tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id]
     yield "BOS", f"{tokenizer.bos_token!r}, put before a prompt" if begins else "none before a prompt"

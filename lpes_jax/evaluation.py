@@ -26,13 +26,15 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float
 
+from lpes_jax.compilation import compilations
 from lpes_jax.errors import UserError
 from lpes_jax.factors import LayerFactors
+from lpes_jax.generation import generate_ids
 from lpes_jax.methods import Maker
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.provenance import content_sha256, environment, prompts_sha256
 from lpes_jax.report.tables import Row
-from lpes_jax.scoring import OptionScorer, Scorer, generate_ids
+from lpes_jax.scoring import OptionScorer, Scorer
 from lpes_jax.statistics import (
     bootstrap_intervals,
     holm,
@@ -297,6 +299,7 @@ def results_record(
     """`results.json`: lm-evaluation-harness's layout for the last outcome, and every outcome under `methods`.
 
     `config` has the path of the task's file, if any, as `data`, and the model's name, hash and dtype as `model_identity`.
+    `started`: when the run did, in seconds as `time.time` has them.
     """
     methods, last = figures_of(outcomes, places), outcomes[-1]
     return {
@@ -309,6 +312,7 @@ def results_record(
         **environment(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "total_evaluation_time_seconds": round(time.time() - started, 3),
+        "compilations": compilations(since=started),
     }
 
 

@@ -31,11 +31,11 @@ from lpes_jax.api import logits
 from lpes_jax.cli import run_verb
 from lpes_jax.errors import UserError
 from lpes_jax.factors import FORMAT, LayerFactors, write_json
+from lpes_jax.generation import generate_ids
 from lpes_jax.models.llama.checkpoint import Checkpoint, load_llama, open_checkpoint, save_llama
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.models.llama.tokenizer import load_tokenizer, stop_ids
 from lpes_jax.models.zoo import resolve
-from lpes_jax.scoring import generate_ids
 from lpes_jax.tasks.prompts import token_ids
 
 _TORCH = Path(__file__).parent / "torch.py"

@@ -27,12 +27,14 @@ from flax import nnx
 from lpes_jax.cli import fail
 from lpes_jax.errors import UserError
 from lpes_jax.factors import LayerFactors
+from lpes_jax.generation import generate_ids
 from lpes_jax.memory import tokens_that_fit, tokens_worth_it
 from lpes_jax.models.llama import load
 from lpes_jax.models.llama.method import of_table
 from lpes_jax.prefixes import padded, round_up
-from lpes_jax.scoring import Scorer, generate_ids, token_nll
+from lpes_jax.scoring import Scorer
 from lpes_jax.tasks.prompts import EncodedPrompt
+from lpes_jax.text_nll import token_nll
 
 try:
     from jinja2 import TemplateError

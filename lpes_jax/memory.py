@@ -8,6 +8,7 @@ all, the pass fails with an error that `out_of_memory` knows, and is done again 
 
 import jax
 
+from lpes_jax.mesh import least, mesh_of
 from lpes_jax.models.llama.attention import logits_at_once
 from lpes_jax.models.llama.model import Llama
 
@@ -20,17 +21,21 @@ def out_of_memory(error: Exception) -> bool:
 
 
 def planned_memory() -> int:
-    """Bytes that a pass may take."""
+    """Bytes that a pass may take. Of several processes all ask, and get the least."""
     stats = jax.local_devices()[0].memory_stats() or {}
-    return (stats["bytes_limit"] - stats["bytes_in_use"]) // 2 if "bytes_limit" in stats else _CPU_MEMORY
+    return least((stats["bytes_limit"] - stats["bytes_in_use"]) // 2 if "bytes_limit" in stats else _CPU_MEMORY)
 
 
 def pass_bytes(model: Llama, tokens: int, read: int, *, cached: bool = False) -> int:
-    """Bytes that one individual's pass over so many tokens takes, logits of `read` of them, with or without a cache."""
-    config, itemsize = model.config, model.embed[...].dtype.itemsize
-    width = 6 * config.hidden_size + 3 * config.intermediate_size + 4 * config.num_heads * config.head_dim
+    """Bytes that one individual's pass over so many tokens takes, logits of `read` of them, with or without a cache.
+
+    On each device; those of a model axis share all but the hidden states and logits.
+    """
+    config, itemsize, mesh = model.config, model.embed[...].dtype.itemsize, mesh_of(model)
+    split = 3 * config.intermediate_size + 4 * config.num_heads * config.head_dim
     if cached:  # keys and values of all layers, and their copy with room for new ones
-        width += 4 * config.num_layers * config.num_kv_heads * config.head_dim
+        split += 4 * config.num_layers * config.num_kv_heads * config.head_dim
+    width = 6 * config.hidden_size + split // (1 if mesh is None else mesh.shape["model"])
     return tokens * width * itemsize + read * 3 * 4 * config.vocab_size + 3 * logits_at_once()
 
 

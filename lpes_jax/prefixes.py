@@ -11,7 +11,7 @@ Letters: B rows or trees, T tokens, A answer tokens, R rows of a tree, M tokens 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ Row = tuple[list[int], list[int]]  # prompt ids, answer ids
 _MOST_ROWS, _MOST_TOKENS = 256, 2**16  # of a tree
 _LEAST_GAIN = 0.05  # of the cost, below which rows stay alone: one kind of shape less
 # Attention to one key in units of its multiplications, by a causal kernel and by a mask: the rest of it is memory and exp.
-_PAIR = {"cpu": (2.0, 2.0), "gpu": (2.0, 12.0)}
+_PAIR = {"cpu": (2.0, 2.0), "gpu": (2.0, 4.0)}
 
 
 @jax.tree_util.register_dataclass
@@ -66,6 +66,11 @@ class Costs(NamedTuple):
         causal, masked = (2 * heads * pair for pair in _PAIR["cpu" if platform == "cpu" else "gpu"])
         return cls(attention + 3 * config.hidden_size * config.intermediate_size, causal, masked)
 
+    def tree(self, prefix: Any, branches: Any) -> Any:
+        """Of a tree with a root and branches of so many tokens, numbers or arrays."""
+        width = prefix + branches
+        return self.token * width + self.causal_pair * prefix**2 / 2 + self.masked_pair * branches * width
+
 
 def round_up(length: int) -> int:
     """The padded length of a prompt: up to the next 32, or sixteenth of its power of two: few shapes, little waste."""
@@ -79,20 +84,11 @@ def groups(rows: Sequence[Row], costs: Costs, most_tokens: int) -> list[list[int
     A tree has at most `most_tokens`, padding included, unless it is one row.
     """
     most_tokens = min(most_tokens, _MOST_TOKENS)
-    sequences = [np.array(_read_tokens(row), np.int32) for row in rows]
-    order = sorted(range(len(rows)), key=lambda i: sequences[i].tolist())
-    ordered = [sequences[i] for i in order]
-    lengths = np.array([len(sequence) for sequence in ordered])
-    common = np.array([0, *map(_common, ordered, ordered[1:])])  # with the row before
+    order, lengths, common = _in_order(rows)
     total = np.concatenate([[0], np.cumsum(lengths - common)])
     padded = np.array([0, *map(round_up, range(1, min(most_tokens, int(lengths.sum())) + int(lengths.max()) + 1))])
 
-    def cost(prefix: np.ndarray, branches: np.ndarray) -> np.ndarray:
-        width = padded[prefix] + padded[branches]
-        pairs = costs.causal_pair * padded[prefix] ** 2 / 2 + costs.masked_pair * padded[branches] * width
-        return costs.token * width + pairs
-
-    alone = cost(lengths, np.zeros_like(lengths))
+    alone = costs.tree(padded[lengths], 0)
     best, begins = np.zeros(len(rows) + 1), np.zeros(len(rows) + 1, int)
     for end in range(1, len(rows) + 1):  # the best cut of the rows before `end`, whose last tree begins at `begins[end]`
         starts = np.arange(end - 1, max(0, end - _MOST_ROWS) - 1, -1)
@@ -101,7 +97,7 @@ def groups(rows: Sequence[Row], costs: Costs, most_tokens: int) -> list[list[int
         fits = (padded[prefix] + padded[np.minimum(branches, len(padded) - 1)] <= most_tokens) & (prefix > 0)
         fits[0] = True  # one row alone
         costs_here = np.full(len(starts), np.inf)
-        costs_here[fits] = best[starts[fits]] + cost(prefix[fits], branches[fits])
+        costs_here[fits] = best[starts[fits]] + costs.tree(padded[prefix[fits]], padded[branches[fits]])
         chosen = int(costs_here.argmin())
         best[end], begins[end] = costs_here[chosen], starts[chosen]
     if best[-1] > (1 - _LEAST_GAIN) * alone.sum():
@@ -111,6 +107,21 @@ def groups(rows: Sequence[Row], costs: Costs, most_tokens: int) -> list[list[int
         cut.append(order[begins[end] : end])
         end = begins[end]
     return cut[::-1]
+
+
+def families(rows: Sequence[Row]) -> list[list[int]]:
+    """Rows that are alike for the most part: a family is cut where rows in the order of their ids share less than half.
+
+    Each in the order given, and so are the families, by their first rows.
+    """
+    order, lengths, common = _in_order(rows)
+    found: list[list[int]] = []
+    for at, i in enumerate(order):
+        if at and 2 * common[at] >= max(lengths[at - 1], lengths[at]):
+            found[-1].append(i)
+        else:
+            found.append([i])
+    return sorted(map(sorted, found))
 
 
 @dataclass(frozen=True)
@@ -227,6 +238,14 @@ def padded(sequences: Sequence[Sequence[int]], length: int) -> tuple[Int[np.ndar
     for row, sequence in zip(tokens, sequences, strict=True):
         row[: len(sequence)] = sequence
     return tokens, np.array([len(sequence) for sequence in sequences], np.int32)
+
+
+def _in_order(rows: Sequence[Row]) -> tuple[list[int], Int[np.ndarray, "B"], Int[np.ndarray, "B"]]:
+    """The order of the rows by their ids; in it, their lengths, and how many tokens each has in common with the one before."""
+    sequences = [np.array(_read_tokens(row), np.int32) for row in rows]
+    order = sorted(range(len(rows)), key=lambda i: sequences[i].tolist())
+    ordered = [sequences[i] for i in order]
+    return order, np.array([len(it) for it in ordered]), np.array([0, *map(_common, ordered, ordered[1:])])
 
 
 def _read_tokens(row: Row) -> list[int]:

@@ -4,8 +4,9 @@ No text is generated. The gold answer stands behind the prompt (teacher forcing)
 each of its tokens is the argmax. Its log-likelihood comes from the same pass.
 
 A pass takes a batch of prompts and a slab of individuals: vmapped over the individuals of a device with the weights unmapped,
-and spread over the devices by `shard_map` on the population axis (`jax.pmap` is a wrapper of that today, and can't be nested
-in other transformations as freely). Factors are arguments of the compiled program: new factors never compile anything.
+and spread over the population axis of a mesh (lpes_jax.mesh), whose places say nothing to each other. Where there are fewer
+individuals than places, each place has all of them and a part of the prompts. Factors are arguments of the compiled program:
+new factors never compile anything.
 
 Rows (a prompt with one of its answers) that begin alike share a tree, and what they share is computed once for each individual:
 see prefixes.py. A pass that runs out of the device's memory is done again in smaller ones.
@@ -16,20 +17,21 @@ that predict an answer token, L layers, V vocabulary.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from lpes_jax.errors import UserError
 from lpes_jax.memory import out_of_memory, pass_bytes, planned_memory, tokens_that_fit, tokens_worth_it
-from lpes_jax.models.llama.generate import greedy
+from lpes_jax.mesh import BY_POPULATION, EVERYWHERE, least, make_mesh, mesh_of, over_population, put, put_model, to_host
 from lpes_jax.models.llama.method import Method, of_table
-from lpes_jax.models.llama.model import Llama, hidden_states, method_logits, over_tables
+from lpes_jax.models.llama.model import Llama, check_ids, hidden_states, method_logits, over_tables
 from lpes_jax.models.llama.prefix import states_read
 from lpes_jax.prefixes import (
     Batch,
@@ -42,7 +44,6 @@ from lpes_jax.prefixes import (
     groups,
     pack_rows,
     pack_trees,
-    padded,
     round_up,
     tree_of,
 )
@@ -85,30 +86,8 @@ def batch_scores(
     return correct.all(axis=-1).ravel(), log_likelihood.ravel()
 
 
-@partial(jax.jit, static_argnames=("chunk", "remat"))
-def token_nll(
-    model: Llama, tokens: Int[Array, "B T"], method: Method, chunk: int = 256, *, remat: bool = False
-) -> Float[Array, "B T"]:
-    """-log p of each token in nats, float32; 0 for a row's first, which nothing predicts.
-
-    The logits of `chunk` positions of every row are in memory together. `remat` is `hidden_states`'s, for gradients.
-    """
-    run = partial(hidden_states, model, tokens, remat=remat, replacement=method.replacement)
-    hidden = over_tables(run, method.tables)[:, :, :-1]
-    tables, batch, length, width = hidden.shape
-    chunk = min(chunk, length)
-    padding = -length % chunk
-    hidden = jnp.pad(hidden, ((0, 0), (0, 0), (0, padding), (0, 0))).reshape(tables, batch, -1, chunk, width)
-    wanted = jnp.pad(tokens[:, 1:], ((0, 0), (0, padding))).reshape(batch, -1, chunk).swapaxes(0, 1)
-
-    def nll(hidden_and_wanted: tuple[Array, Array]) -> Array:
-        hidden, wanted = hidden_and_wanted
-        logits = method_logits(model, hidden, method)
-        return jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, wanted[..., None], axis=-1)[..., 0]
-
-    values = jax.lax.map(jax.checkpoint(nll) if remat else nll, (jnp.moveaxis(hidden, 2, 0), wanted))
-    values = values.swapaxes(0, 1).reshape(batch, -1)[:, :length]
-    return jnp.pad(values, ((0, 0), (1, 0)))
+def _tokens(batch: Batch | SharedBatch) -> Int[Array, "B T"]:
+    return batch.tokens if isinstance(batch, Batch) else batch.trees.tokens
 
 
 def population_scores(
@@ -119,8 +98,7 @@ def population_scores(
     table: RopeTable | None = None,
 ) -> tuple[Bool[Array, "P rows"], Float[Array, "P rows"]]:
     """`batch_scores` of every individual, vmapped over the factors alone, which divide `table` (None: the model's own)."""
-    tokens = batch.tokens if isinstance(batch, Batch) else batch.trees.tokens
-    own = model.config.rope_table(tokens.shape[1]) if table is None else table
+    own = model.config.rope_table(_tokens(batch).shape[1]) if table is None else table
 
     def individual(factors: Array) -> tuple[Array, Array]:
         scaled = RopeTable(scale_layers(own.inv_freq, factors, granularity), own.attention_scaling)
@@ -129,26 +107,34 @@ def population_scores(
     return jax.vmap(individual)(factors)
 
 
-def population_mesh(devices: Sequence[Any] | None = None) -> Mesh:
-    """`devices` (None: all local ones) along the population axis; the model axis has one."""
-    devices = jax.local_devices() if devices is None else devices
-    return Mesh(np.array(devices).reshape(-1, 1), ("population", "model"), axis_types=(AxisType.Auto,) * 2)
-
-
-@partial(jax.jit, static_argnames=("granularity", "mesh"))
+@partial(jax.jit, static_argnames=("granularity", "mesh", "by_trees"))
 def _sharded_scores(
-    model: Llama, batch: SharedBatch, factors: Float[Array, "P ..."], table: RopeTable, granularity: Granularity, mesh: Mesh
+    model: Llama,
+    batch: SharedBatch,
+    factors: Float[Array, "P ..."],
+    table: RopeTable,
+    granularity: Granularity,
+    mesh: Mesh,
+    by_trees: bool = False,
 ) -> tuple[Bool[Array, "P rows"], Float[Array, "P rows"]]:
-    everywhere, split = PartitionSpec(), PartitionSpec("population")
+    """`population_scores`, over the mesh by individuals or by trees."""
 
     def score(model: Llama, batch: SharedBatch, factors: Array, table: RopeTable) -> tuple[Array, Array]:
         return population_scores(model, batch, factors, granularity, table)
 
-    specs = (everywhere, everywhere, split, everywhere)
-    return jax.shard_map(score, mesh=mesh, in_specs=specs, out_specs=split, check_vma=False)(model, batch, factors, table)
+    if by_trees:
+        specs, out = (EVERYWHERE, BY_POPULATION, EVERYWHERE, EVERYWHERE), PartitionSpec(None, "population")
+    else:
+        specs, out = (EVERYWHERE, EVERYWHERE, BY_POPULATION, EVERYWHERE), BY_POPULATION
+    return over_population(score, mesh, specs, out)(model, batch, factors, table)
 
 
-_method_scores = jax.jit(batch_scores)
+@partial(jax.jit, static_argnames="mesh")
+def _method_scores(
+    model: Llama, batch: Batch | SharedBatch, method: Method, mesh: Mesh
+) -> tuple[Bool[Array, "rows"], Float[Array, "rows"]]:
+    specs = EVERYWHERE, BY_POPULATION, EVERYWHERE
+    return over_population(lambda *inputs: batch_scores(*inputs), mesh, specs, BY_POPULATION)(model, batch, method)
 
 
 class _Pass(NamedTuple):
@@ -159,13 +145,23 @@ class _Pass(NamedTuple):
     rows: Int[np.ndarray, "rows"]
 
 
+@dataclass
+class _Plan:
+    """Passes over all rows, each batch in so many parts for as many places; `chunk` individuals of a place at once."""
+
+    passes: list[_Pass]
+    parts: int
+    chunk: int
+
+
 class Scorer:
     """Scores populations on a fixed set of prompts.
 
-    `batch_size` is prompts a pass (of the longest, none sharing) and `population_chunk` individuals a pass and device; both are
-    chosen from the shapes and the device's memory where they are None, and neither changes a result: where a pass does not fit
-    after all, they are halved. `share_prefixes=False` computes every row on its own. `compilations` counts compiled shapes, and
-    `tokens_saved` is the share of the rows' tokens that sharing leaves out.
+    `batch_size` is prompts a pass and device (of the longest, none sharing) and `population_chunk` individuals a pass and
+    device; both are chosen from the shapes and the device's memory where they are None, and neither changes a result: where a
+    pass does not fit after all, they are halved. `mesh`: None for the model's, or one of all devices. `share_prefixes=False`
+    computes every row on its own. `compilations` counts compiled shapes, and `tokens_saved` is the share of the rows' tokens
+    that sharing leaves out. Of several processes, all make the same calls.
     """
 
     def __init__(
@@ -178,51 +174,74 @@ class Scorer:
         mesh: Mesh | None = None,
         share_prefixes: bool = True,
     ):
-        self.mesh = population_mesh() if mesh is None else mesh
-        self._replicated = NamedSharding(self.mesh, PartitionSpec())
-        self.model = jax.device_put(model, self._replicated)
+        self.mesh = mesh or mesh_of(model) or make_mesh()
+        self._places = self.mesh.shape["population"]
+        self._everywhere, self._by_population = (NamedSharding(self.mesh, spec) for spec in (EVERYWHERE, BY_POPULATION))
+        self.model = put_model(model, self.mesh)
         self.num_prompts = len(prompts)
         self._rows: list[Row] = [(prompt.ids, answer) for prompt in prompts for answer in prompt.answers]
-        _check_ids(model, [ids + answer for ids, answer in self._rows])
+        check_ids(model, [ids + answer for ids, answer in self._rows])
         self._prompt_of_row = np.repeat(np.arange(len(prompts)), [len(prompt.answers) for prompt in prompts])
         self.answer_tokens = np.array([min(len(answer) for answer in prompt.answers) for prompt in prompts])
         self._answer_length = max(len(answer) for _, answer in self._rows)
         self.longest = max(len(ids) + len(answer) for ids, answer in self._rows)
-        self._table = jax.device_put(self.model.config.rope_table(self.longest), self._replicated)
+        self._table = put(self.model.config.rope_table(self.longest), self._everywhere)
         self._share, self._given_chunk = share_prefixes, population_chunk
         width = round_up(self.longest)
         self._fits = batch_size * width if batch_size else tokens_that_fit(self.model, width, self._answer_length)
         self._at_once = batch_size * width if batch_size else min(self._fits, tokens_worth_it(width))
-        self._plan()
-        self.individuals_at_once = self._chunk * self.mesh.size  # of one pass, over all devices; stays, whatever is halved
+        self._plans: dict[str, _Plan] = {}
         self._shapes: set[tuple] = set()
+        self._group()
+        self.individuals_at_once = self._plan("individuals").chunk * self._places  # of one pass; stays, whatever is halved
 
-    def _plan(self) -> None:
-        """Trees of at most `_fits` tokens, their batches of about `_at_once`, and the individuals of a pass."""
-        rows, at_once = self._rows, self._at_once
-        if self._share:
-            costs = Costs.of(self.model.config, jax.local_devices()[0].platform)
-            trees = [tree_of(rows, group) for group in groups(rows, costs, self._fits)]
-        else:
-            trees = [tree_of(rows, [at]) for at in range(len(rows))]
-        self.tokens_saved = 1 - sum(len(tree.tokens) for tree in trees) / sum(len(ids) + len(it) - 1 for ids, it in rows)
-        single = [tree for tree in trees if len(tree.rows) == 1]
-        several = [tree for tree in trees if len(tree.rows) > 1]
-        self._passes = [self._pass(batch) for kind in (single, several) for batch in batches(kind, at_once)]
-        self._plain_passes: list[_Pass] | None = None
-        tokens = max(it.batch.trees.tokens.size for it in self._passes)
-        read = max(it.batch.read.size for it in self._passes)
+    def _group(self) -> None:
+        """The rows as trees of at most `_fits` tokens."""
+        rows, costs = self._rows, Costs.of(self.model.config, jax.default_backend())
+        trees = groups(rows, costs, self._fits) if self._share else [[at] for at in range(len(rows))]
+        self._trees = [tree_of(rows, tree) for tree in trees]
+        written, alone = sum(len(tree.tokens) for tree in self._trees), sum(len(ids) + len(answer) - 1 for ids, answer in rows)
+        self.tokens_saved = 1 - written / alone
+
+    def lengthen(self, longest: int) -> None:
+        """Make the RoPE table for so many tokens, where it hangs on them: a part of the prompts is scored as among all."""
+        self._table = put(self.model.config.rope_table(longest), self._everywhere)
+
+    def _plan(self, by: Literal["individuals", "trees", "rows"]) -> _Plan:
+        """The batches of about `_at_once` tokens a place, and the individuals of a pass.
+
+        What the places have their own of: individuals, or trees, or rows one by one, for what knows nothing of trees.
+        """
+        if by == "trees" and self._places == 1:
+            by = "individuals"  # the same
+        if by in self._plans:
+            return self._plans[by]
+        parts = 1 if by == "individuals" else self._places
+        trees = [tree_of(self._rows, [at]) for at in range(len(self._rows))] if by == "rows" else self._trees
+        passes = []
+        for kind in ([tree for tree in trees if (len(tree.rows) > 1) == shared] for shared in (False, True)):
+            widest = max((sum(tree.shape) for tree in kind), default=1)
+            for batch in batches(kind, max(1, self._at_once // widest) * widest * parts):
+                filled = batch + [replace(batch[0], rows=[], at=[])] * (-len(batch) % parts)
+                passes.append(self._pass(filled, by))
+        tokens = max(_tokens(it.batch).size for it in passes) // parts
+        read = max((it.batch.read if isinstance(it.batch, SharedBatch) else it.batch.answers).size for it in passes) // parts
         fits = planned_memory() // pass_bytes(self.model, tokens, read)
-        self._chunk = self._given_chunk or max(1, min(at_once // tokens, fits))
+        chunk = self._given_chunk or max(1, min(self._at_once // tokens, fits))
+        self._plans[by] = _Plan(passes, parts, chunk)
+        return self._plans[by]
 
-    def _pass(self, trees: list[Tree]) -> _Pass:
+    def _pass(self, trees: list[Tree], by: str) -> _Pass:
         """A batch of trees; one that has no rows only fills it up."""
+        rows = np.concatenate([tree.rows for tree in trees]).astype(int)
+        if by == "rows":
+            filled = np.concatenate([rows, np.repeat(rows[:1], len(trees) - len(rows))])
+            batch = pack_rows([self._rows[at] for at in filled], self._answer_length)
+            return _Pass(put(batch, self._by_population), np.arange(len(rows)), rows)
         batch = pack_trees(trees, self._rows, self._answer_length)
         most = batch.at.shape[1]
         of = [b * most + r for b, tree in enumerate(trees) for r in range(len(tree.rows))]
-        return _Pass(
-            jax.device_put(batch, self._replicated), np.array(of), np.concatenate([tree.rows for tree in trees]).astype(int)
-        )
+        return _Pass(put(batch, self._everywhere if by == "individuals" else self._by_population), np.array(of), rows)
 
     @property
     def compilations(self) -> int:
@@ -243,78 +262,69 @@ class Scorer:
         log_likelihood = np.empty(correct.shape, np.float32)
         start = 0
         while start < len(factors):
-            try:
-                done = self._slab(factors[start:], granularity)
-            except jax.errors.JaxRuntimeError as error:
-                self._halve(error)
+            plan = self._plan("trees" if len(factors) < self._places else "individuals")
+            done = self._tried(plan, partial(self._slab, plan, factors[start:], granularity))
+            if done is None:
                 continue
+            count = min(len(done[0][0]), len(factors) - start)
             seen: set[int] = set()  # the admitted answers of a prompt may stand in two batches
-            for rows, batch_correct, batch_likelihood in done:
-                count = len(batch_correct)
-                correct[start : start + count, rows], log_likelihood[start : start + count, rows] = (
-                    batch_correct,
-                    batch_likelihood,
-                )
+            for (_, of, rows), (batch_correct, batch_likelihood) in zip(plan.passes, done, strict=True):
+                correct[start : start + count, rows] = batch_correct[:count, of]
+                log_likelihood[start : start + count, rows] = batch_likelihood[:count, of]
                 new = set(self._prompt_of_row[rows].tolist()) - seen
                 seen |= new
                 on_prompts(count * len(new))
-            start += len(done[0][1])
+            start += count
         return self._by_prompt(correct, log_likelihood)
 
-    def _slab(self, factors: Float[np.ndarray, "P ..."], granularity: Granularity) -> list[tuple[np.ndarray, ...]]:
-        """Rows and their scores of each batch, for the individuals of one pass, the first of `factors`."""
+    def _slab(self, plan: _Plan, factors: Float[np.ndarray, "P ..."], granularity: Granularity) -> list[tuple[Array, Array]]:
+        """The scores of each batch, for the individuals of one pass: the first of `factors`, or all and some once more."""
         # Powers of two below the full slab, so that odd populations compile a few sizes and no more.
-        needed = math.ceil(len(factors) / self.mesh.size)
-        slab = min(self._chunk, 1 << (needed - 1).bit_length()) * self.mesh.size
-        individuals = factors[:slab]
-        filled = np.concatenate([individuals, np.repeat(factors[:1], slab - len(individuals), axis=0)])
-        filled = jax.device_put(filled, NamedSharding(self.mesh, PartitionSpec("population")))
+        places = self._places if plan.parts == 1 else 1
+        needed = math.ceil(len(factors) / places)
+        slab = min(plan.chunk, 1 << (needed - 1).bit_length()) * places
+        filled = np.concatenate([factors[:slab], np.repeat(factors[:1], max(0, slab - len(factors)), axis=0)])
+        filled = put(filled, self._by_population if plan.parts == 1 else self._everywhere)
         done = []
-        for batch, _, _ in self._passes:
-            self._shapes.add(
-                (batch.trees.tokens.shape, batch.trees.prefix, batch.read.shape, batch.at.shape, filled.shape, granularity)
-            )
-            done.append(_sharded_scores(self.model, batch, filled, self._table, granularity, self.mesh))
-        return [
-            (rows, *(np.asarray(values)[: len(individuals), of] for values in scores))
-            for (_, of, rows), scores in zip(self._passes, done, strict=True)
-        ]
+        for batch, _, _ in plan.passes:
+            shapes = tuple(leaf.shape for leaf in jax.tree.leaves(batch))
+            self._shapes.add((shapes, batch.trees.prefix, filled.shape, granularity, plan.parts))
+            done.append(_sharded_scores(self.model, batch, filled, self._table, granularity, self.mesh, plan.parts > 1))
+        return done
 
     def of_method(self, method: Method, on_prompts: Callable[[int], None] = lambda count: None) -> Scores:
         """Scores of one method (made for `longest` tokens), P = 1."""
         correct, log_likelihood = np.empty((1, len(self._rows)), bool), np.empty((1, len(self._rows)), np.float32)
-        while True:
-            try:
-                for batch, of, rows in self._passes if method.replacement is None else self._one_by_one():
-                    self._shapes.add(tuple(leaf.shape for leaf in jax.tree.leaves(batch)))
-                    scores = _method_scores(self.model, batch, method)
-                    correct[0, rows], log_likelihood[0, rows] = (np.asarray(values)[of] for values in scores)
-            except jax.errors.JaxRuntimeError as error:
-                self._halve(error)
-            else:
-                break
+        score = partial(_method_scores, self.model, method=put(method, self._everywhere), mesh=self.mesh)
+        by, done = "trees" if method.replacement is None else "rows", None
+        while done is None:
+            plan = self._plan(by)
+            done = self._tried(plan, lambda passes=plan.passes: [score(batch=it.batch) for it in passes])
+        for (batch, of, rows), scores in zip(self._plan(by).passes, done, strict=True):
+            self._shapes.add(tuple(leaf.shape for leaf in jax.tree.leaves(batch)))
+            correct[0, rows], log_likelihood[0, rows] = (values[of] for values in scores)
         on_prompts(self.num_prompts)
         return self._by_prompt(correct, log_likelihood)
 
-    def _one_by_one(self) -> list[_Pass]:
-        """Passes without trees, for attentions that know nothing of them."""
-        if self._plain_passes is None:
-            self._plain_passes = []
-            for trees in batches([tree_of(self._rows, [at]) for at in range(len(self._rows))], self._at_once):
-                rows = np.concatenate([tree.rows for tree in trees]).astype(int)
-                filled = np.concatenate([rows, np.repeat(rows[:1], len(trees) - len(rows))])
-                packed = pack_rows([self._rows[at] for at in filled], self._answer_length)
-                self._plain_passes.append(_Pass(jax.device_put(packed, self._replicated), np.arange(len(rows)), rows))
-        return self._plain_passes
+    def _tried(self, plan: _Plan, run: Callable[[], Any]) -> Any:
+        """What `run` gives, on the host; None, and a lesser `plan`, where a device of any process ran out of memory."""
+        done, failed = None, None
+        try:
+            done = jax.block_until_ready(run())
+        except jax.errors.JaxRuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            failed = error
+        if least(int(failed is None)):
+            return to_host(done)
+        return self._halve(plan, failed)
 
-    def _halve(self, error: Exception) -> None:
-        """Smaller passes, where a pass ran out of memory; raises where that was not it, or where nothing is left to halve."""
-        if not out_of_memory(error):
-            raise error
-        if self._chunk > 1:
-            self._chunk = self._given_chunk = self._chunk // 2
+    def _halve(self, plan: _Plan, error: Exception | None) -> None:
+        """Smaller passes, where one ran out of memory; raises where nothing is left to halve."""
+        if plan.chunk > 1:
+            plan.chunk = self._given_chunk = plan.chunk // 2
             return
-        largest = max(of_pass.batch.trees.tokens.size for of_pass in self._passes)
+        largest = max(_tokens(it.batch).size for it in plan.passes) // plan.parts
         if largest <= round_up(self.longest):
             raise UserError(
                 f"the device's memory does not hold one prompt of {self.longest} tokens beside the model; use shorter prompts, "
@@ -322,7 +332,8 @@ class Scorer:
             ) from error
         self._fits = self._at_once = largest // 2
         self._given_chunk = 1
-        self._plan()
+        self._group()
+        self._plans = {}
 
     def _by_prompt(self, correct: np.ndarray, log_likelihood: np.ndarray) -> Scores:
         # The admitted answers of a prompt: right if one is, as likely as all together.
@@ -368,6 +379,10 @@ class OptionScorer:
     def longest(self) -> int:
         return self._scorer.longest
 
+    def lengthen(self, longest: int) -> None:
+        """As `Scorer`'s."""
+        self._scorer.lengthen(longest)
+
     def of_method(self, method: Method, on_prompts: Callable[[int], None] = lambda count: None) -> Scores:
         """As `Scorer`'s."""
         return self._of_options(self._scorer.of_method(method).log_likelihood, on_prompts)
@@ -381,109 +396,3 @@ class OptionScorer:
             log_likelihood[:, at] = options[:, gold] - np.logaddexp.reduce(options, axis=1)
         on_prompts(correct.size)
         return Scores(correct, log_likelihood)
-
-
-class GeneratedScorer:
-    """Scores individuals one by one on the text that they generate: the task's own metric, `score(output, prompt)` in [0, 1].
-
-    `correct` is that figure; `log_likelihood` is 0, nothing is teacher-forced.
-    """
-
-    compilations = 0
-    individuals_at_once = 1
-
-    def __init__(
-        self,
-        model: Llama,
-        tokenizer: Any,
-        prompts: Sequence[Prompt],
-        score: Callable[[str, Prompt], float],
-        *,
-        max_new_tokens: int,
-        stop_ids: Sequence[int],
-        batch_size: int | None = None,
-    ):
-        self._model, self._tokenizer, self._prompts, self._score = model, tokenizer, prompts, score
-        self._ids = [prompt.ids for prompt in encode(prompts, tokenizer, model.config.max_position_embeddings)]
-        self._settings = {"max_new_tokens": max_new_tokens, "stop": stop_ids, "batch_size": batch_size}
-        self.num_prompts = len(prompts)
-        self.answer_tokens = np.ones(len(prompts), int)
-
-    def __call__(
-        self,
-        factors: Float[np.ndarray, "P ..."],
-        granularity: Granularity = "layer",
-        on_prompts: Callable[[int], None] = lambda count: None,
-    ) -> Scores:
-        """As `Scorer`'s."""
-        rows = []
-        for individual in factors:
-            ids = generate_ids(
-                self._model, self._ids, factors=individual, granularity=granularity, on_prompts=on_prompts, **self._settings
-            )
-            outputs = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
-            rows.append([self._score(output, prompt) for output, prompt in zip(outputs, self._prompts, strict=True)])
-        scores = np.array(rows, np.float32).reshape(len(factors), self.num_prompts)
-        return Scores(scores, np.zeros_like(scores))
-
-
-def generate_ids(
-    model: Llama,
-    prompts: Sequence[Sequence[int]],
-    *,
-    factors: Float[np.ndarray, "..."] | None = None,
-    granularity: Granularity = "layer",
-    make_method: Callable[[int], Method] | None = None,
-    max_new_tokens: int = 100,
-    stop: Sequence[int] = (),
-    keep_stop: bool = False,
-    batch_size: int | None = None,
-    on_prompts: Callable[[int], None] = lambda count: None,
-) -> list[list[int]]:
-    """Greedy continuations of token ids, in the order of the prompts, each cut before the first id of `stop` (or behind it).
-
-    By the model with `factors`, or by the method that `make_method` makes for a length in tokens.
-    """
-    _check_ids(model, prompts)
-    longest = max(len(ids) for ids in prompts)
-    if make_method is None:
-        scaled = None if factors is None else jnp.asarray(factors, jnp.float32)
-        method = of_table(model.config.rope_table(longest + max_new_tokens, scaled, granularity))
-    else:
-        method = make_method(longest + max_new_tokens)
-    longest = round_up(longest)
-    whole = longest + max_new_tokens
-    at_once = min(tokens_that_fit(model, whole, 1, cached=True), tokens_worth_it(whole)) // whole // len(method.tables.inv_freq)
-    batch_size = batch_size or max(1, min(len(prompts), at_once))
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    outputs: list[list[int]] = [[] for _ in prompts]
-    ends = frozenset(stop)
-    start = 0
-    while start < len(order):
-        at = order[start : start + batch_size]
-        chosen = [list(prompts[i]) for i in at]
-        padding = [chosen[0]] * (batch_size - len(chosen))  # the last batch is as large as the others: one compilation
-        tokens, lengths = (jnp.asarray(array) for array in padded(chosen + padding, round_up(len(chosen[-1]))))
-        try:
-            new = np.asarray(greedy(model, tokens, lengths, method, jnp.array(stop, jnp.int32), max_new_tokens))
-        except jax.errors.JaxRuntimeError as error:
-            if batch_size == 1 or not out_of_memory(error):
-                raise
-            batch_size = math.ceil(batch_size / 2)
-            continue
-        for i, ids in zip(at, new.tolist(), strict=False):
-            end = next((n for n, token in enumerate(ids) if token in ends), len(ids))
-            outputs[i] = ids[: end + keep_stop]
-        start += len(at)
-        on_prompts(len(at))
-    return outputs
-
-
-def _check_ids(model: Llama, sequences: Sequence[Sequence[int]]) -> None:
-    # Looking up a row that is not there gives another one, without an error.
-    highest = max(map(max, sequences))
-    if highest >= model.config.vocab_size:
-        raise UserError(
-            f"the tokenizer gives the id {highest}, but the model's embedding has {model.config.vocab_size} rows; "
-            "is it the tokenizer of this model?"
-        )

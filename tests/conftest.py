@@ -4,6 +4,7 @@ import os
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", "")  # commands under test keep nothing in the user's folder
 
 from collections.abc import Iterator
 from pathlib import Path

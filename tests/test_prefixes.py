@@ -10,13 +10,14 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lpes_jax import memory, scoring
+from lpes_jax import generation, memory, scoring
 from lpes_jax.errors import UserError
+from lpes_jax.generation import generate_ids
 from lpes_jax.models.llama import prefix
 from lpes_jax.models.llama.method import Method, of_table
 from lpes_jax.prefixes import Costs, Row, groups, pack_rows, pack_trees, tree_of
 from lpes_jax.rope import RopeParameters, RopeTable
-from lpes_jax.scoring import Scorer, batch_scores, generate_ids
+from lpes_jax.scoring import Scorer, batch_scores
 from lpes_jax.tasks.prompts import EncodedPrompt
 
 ids = st.lists(st.integers(0, 2), min_size=1, max_size=6)  # three tokens: rows begin alike as often as not
@@ -200,13 +201,13 @@ def test_a_pass_that_runs_out_of_memory_is_done_again_in_smaller_ones(tiny_model
 def test_generation_that_runs_out_of_memory_goes_on_with_fewer_prompts(tiny_model, monkeypatch):
     prompts = [prompt.ids for prompt in haystacks(1, length=20, count=5)]
     wanted = generate_ids(tiny_model, prompts, max_new_tokens=3)
-    run, sizes = scoring.greedy, []
+    run, sizes = generation.greedy, []
 
     def in_little_memory(model, tokens, *more):
         sizes.append(len(tokens))
         return jnp.zeros(2**44) if len(tokens) > 2 else run(model, tokens, *more)
 
-    monkeypatch.setattr(scoring, "greedy", in_little_memory)
+    monkeypatch.setattr(generation, "greedy", in_little_memory)
     assert generate_ids(tiny_model, prompts, max_new_tokens=3) == wanted
     assert sizes == [5, 3, 2, 2, 2]
 

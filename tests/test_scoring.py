@@ -1,10 +1,6 @@
-"""Verdicts without generation, populations, shapes and devices."""
+"""Verdicts without generation, populations and shapes; devices are in test_mesh.py."""
 
 import logging
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +9,11 @@ import pytest
 
 import lpes_jax as lj
 from lpes_jax import scoring
-from lpes_jax.scoring import Scorer, generate_ids, round_up
+from lpes_jax.generation import generate_ids
+from lpes_jax.scoring import Scorer, round_up
 from lpes_jax.tasks.key_value import KeyValue
 from lpes_jax.tasks.metrics import begins_with
 from lpes_jax.tasks.prompts import EncodedPrompt, encode
-
-ROOT = Path(__file__).parent.parent
 
 
 def prompts_of(*lengths: int, answers: tuple[int, ...] = (3,), seed: int = 0) -> list[EncodedPrompt]:
@@ -167,44 +162,3 @@ def test_padded_lengths():
     assert ((padded - lengths) < np.maximum(32, lengths / 8)).all()  # little waste
     assert len(set(padded.tolist())) < 90  # few shapes
     assert [round_up(length) for length in (1, 32, 33, 512, 513, 600, 1024, 1025)] == [32, 32, 64, 512, 576, 640, 1024, 1152]
-
-
-DEVICES = """
-import sys
-from functools import partial
-import jax, jax.numpy as jnp, numpy as np
-sys.path.insert(0, sys.argv[1])
-import test_scoring as t
-from flax import nnx
-from lpes_jax.models.llama import Llama, LlamaConfig
-from lpes_jax.rope import RopeParameters
-from lpes_jax.scoring import Scorer, population_mesh, population_scores
-
-assert jax.local_device_count() == 8
-model = Llama(LlamaConfig(300, 48, 96, 3, 6, 2, 8, 1e-5, 512, RopeParameters(1e4)), rngs=nnx.Rngs(0), dtype=jnp.float32)
-model = jax.tree.map(lambda leaf: leaf * 6, model)
-prompts = t.with_likely_answers(model, t.prompts_of(9, 20, 33, 12))
-factors = t.population_of((5, 3))
-one = Scorer(model, prompts, mesh=population_mesh(jax.devices()[:1]), batch_size=4)(factors)
-scorer = Scorer(model, prompts, batch_size=4)
-eight = scorer(factors)
-t.assert_same(one, eight)
-assert scorer.individuals_at_once % 8 == 0 and len(scorer.mesh.devices.flat) == 8
-assert len(scorer.model.embed[...].sharding.device_set) == 8
-
-(batch, of, rows), = scorer._passes
-eight_of_them = np.resize(factors.astype(np.float32), (8, 1, 3))
-correct, likelihood = jax.pmap(population_scores, in_axes=(None, None, 0))(model, jax.device_get(batch), eight_of_them)
-order = of[np.argsort(rows)]
-np.testing.assert_array_equal(np.asarray(correct)[:5, 0][:, order], one.correct)
-np.testing.assert_allclose(np.asarray(likelihood)[:5, 0][:, order], one.log_likelihood, rtol=1e-5, atol=1e-5)
-print("same")
-"""
-
-
-def test_eight_devices_and_pmap_equal_one_device():
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "error", "-c", DEVICES, str(ROOT / "tests")]
-    done = subprocess.run(command, env=os.environ | flags, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip().endswith("same")

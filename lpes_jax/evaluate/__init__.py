@@ -1,23 +1,26 @@
 """Measure a model by the position of the fact: `run_evaluation(EvaluateSettings(...))`, or `python -m lpes_jax.evaluate`."""
 
+import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lpes_jax import evaluation
+from lpes_jax import evaluation, hosts
 from lpes_jax.errors import UserError
 from lpes_jax.evaluate.perplexity import measure_perplexity
 from lpes_jax.evaluation import BASELINE, PLAIN, Candidate, Outcome
 from lpes_jax.factors import LayerFactors, write_json
+from lpes_jax.mesh import make_mesh
 from lpes_jax.models.llama import Loaded, load
 from lpes_jax.models.llama.chat import Chat, PromptForm, check_chat, make_chat
-from lpes_jax.provenance import check_deterministic, content_sha256
+from lpes_jax.provenance import check_deterministic, content_sha256, environment
 from lpes_jax.report.html import write_page
 from lpes_jax.report.plots import depth_by_length, u_curve
 from lpes_jax.report.progress import SearchProgress
 from lpes_jax.report.tables import console, differences, markdown, position_table
+from lpes_jax.search.run_folder import check_processes
 from lpes_jax.tasks.chat import ChatTask
 from lpes_jax.tasks.flags import TaskFlags, task_of, title_of
 from lpes_jax.tasks.metrics import effective_length
@@ -70,13 +73,16 @@ class EvaluateSettings(TaskFlags):
     deterministic: bool = False
     """On a GPU: only kernels that give the same bits in every run, some of which are slower."""
     batch_size: int | None = None
-    """Prompts a forward pass (default: chosen from the memory)."""
+    """Prompts a forward pass and device (default: chosen from the memory)."""
+    model_axis: int = 1
+    """Devices that share one copy of the model (for models larger than a device); the others have copies of their own."""
 
 
 def run_evaluation(settings: EvaluateSettings) -> list[Outcome]:
     """Measure, write the folder, print the table; return the outcomes (of `perplexity` none, it is all in the folder).
 
-    Raises UserError where the settings, the model or the data cannot be used.
+    Of several processes (lpes_jax.hosts) the first one writes and prints. Raises UserError where the settings, the model or the
+    data cannot be used.
     """
     started = time.time()
     _check(settings)
@@ -86,15 +92,18 @@ def run_evaluation(settings: EvaluateSettings) -> list[Outcome]:
     examples = []
     if settings.task != "perplexity" and not settings.lengths:  # before the model is loaded: a bad file shows at once
         examples = task.examples(settings.split, settings.limit, settings.seed)
-    loaded = load(settings.model, settings.dtype)
+    loaded = load(settings.model, settings.dtype, make_mesh(settings.model_axis))
     config = loaded.model.config
     candidates = [] if settings.only_factors else [Candidate(PLAIN, plain=True), Candidate(BASELINE)]
     if factors is not None:
         factors.for_model(config.num_layers, config.num_kv_heads, config.rotary_dim, str(settings.factors))
         candidates.append(Candidate("factors", factors))
+    _check_processes(settings, loaded, factors)
     if settings.task == "perplexity":
         unforced = [candidate for candidate in candidates if not candidate.plain]
         results = measure_perplexity(task, loaded, unforced, settings.split, settings.limit, settings.batch_size)
+        if not hosts.is_first():
+            return []
         _folder(settings)
         results |= {"data_sha256": content_sha256(Path(settings.data))} if settings.data else {}
         write_json(settings.output_path / "results.json", results | _record(settings, loaded, None))
@@ -108,8 +117,9 @@ def run_evaluation(settings: EvaluateSettings) -> list[Outcome]:
     if settings.lengths:
         return _by_length(settings, task, loaded, chat, candidates, started)
     places, outcomes = _measure(settings, task, examples, loaded, chat, candidates)
-    results = evaluation.results_record(task, outcomes, places, _record(settings, loaded, chat), started)
-    _write(settings, task, outcomes, places, results, loaded.identity["name"])
+    if hosts.is_first():
+        results = evaluation.results_record(task, outcomes, places, _record(settings, loaded, chat), started)
+        _write(settings, task, outcomes, places, results, loaded.identity["name"])
     return outcomes
 
 
@@ -129,6 +139,17 @@ def _check(settings: EvaluateSettings) -> None:
         apply_chat_template=settings.apply_chat_template,
         prompt_form=settings.prompt_form,
         system_prompt=settings.system_prompt,
+    )
+
+
+def _check_processes(settings: EvaluateSettings, loaded: Loaded, factors: LayerFactors | None) -> None:
+    """Raise UserError where several processes do not measure the same."""
+    here = ("model", "data", "factors", "output_path")
+    sha256 = {"factors": None if factors is None else hashlib.sha256(factors.factors.tobytes()).hexdigest()}
+    sha256 |= {"data": content_sha256(Path(settings.data))} if settings.data else {}
+    named = {name: value for name, value in asdict(settings).items() if name not in here}
+    check_processes(
+        {"model": {"sha256": loaded.identity["sha256"]}, "settings": named, "sha256": sha256, "environment": environment()}
     )
 
 
@@ -176,6 +197,9 @@ def _by_length(
         examples = version.examples(settings.split, settings.limit, settings.seed)
         places, by_length[length] = _measure(settings, version, examples, loaded, chat, candidates)
     lengths, last = list(by_length), by_length[max(by_length)]
+    everything = [outcome for outcomes in by_length.values() for outcome in outcomes]
+    if not hosts.is_first():
+        return everything
     record = evaluation.results_record(task, last, places, _record(settings, loaded, chat), started)
     record["by_length"] = {length: evaluation.figures_of(outcomes, places) for length, outcomes in by_length.items()}
     record["effective_length"] = {}
@@ -196,7 +220,6 @@ def _by_length(
     head = f"Evaluate: {loaded.identity['name']}, {task.name} by length"
     write_page(settings.output_path, "evaluate", head, settings, record, "\n\n".join(lines), pictures)
     write_json(settings.output_path / "results.json", record)
-    everything = [outcome for outcomes in by_length.values() for outcome in outcomes]
     evaluation.write_samples(settings.output_path / "samples.jsonl", everything)
     out.print(f"results: {settings.output_path}", highlight=False, soft_wrap=True)
     return everything

@@ -21,7 +21,7 @@ from lpes_jax.evaluate import EvaluateSettings, run_evaluation
 def main(arguments: Sequence[str] | None = None) -> int:
     """The verb; returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    return run_verb(EvaluateSettings(), run_evaluation, __doc__ or "", arguments, "evaluate")
+    return run_verb(EvaluateSettings(), run_evaluation, __doc__ or "", arguments, "evaluate", many_hosts=True)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,14 @@ import numpy as np
 from jaxtyping import Float
 
 from lpes_jax.evaluation import Candidate, environment
+from lpes_jax.mesh import mesh_of
 from lpes_jax.models.llama import Loaded
 from lpes_jax.models.llama.method import of_table
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.report.tables import console
-from lpes_jax.scoring import token_nll
 from lpes_jax.tasks.perplexity import Perplexity, Window, perplexity, perplexity_by_position
 from lpes_jax.tasks.prompts import Split
+from lpes_jax.text_nll import token_nll
 
 
 def measure_perplexity(
@@ -58,7 +59,9 @@ def measure_perplexity(
 def text_nlls(
     model: Llama, windows: Sequence[Window], candidate: Candidate, batch_size: int = 1
 ) -> list[Float[np.ndarray, "T"]]:
-    """-log p of each token of each window."""
+    """-log p of each token of each window. `batch_size` is windows a pass and device."""
+    mesh = mesh_of(model)
+    batch_size *= 1 if mesh is None else mesh.shape["population"]
     longest, factors = max(len(window.ids) for window in windows), candidate.factors
     scaled = None if factors is None else jnp.asarray(factors.factors, jnp.float32)
     method = of_table(model.config.rope_table(longest, scaled, "layer" if factors is None else factors.granularity))

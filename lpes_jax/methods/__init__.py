@@ -17,7 +17,7 @@ Left out: attention calibration (Hsieh et al., arXiv 2406.16008). It rescales th
 pass for every document with an uninformative one in its place. A maker is not told where documents stand, and no code of the
 paper was found that says which text that is, and of which heads and layers the averages are that it subtracts.
 
-What a maker gives, scores and generates as the plain model does: `scoring.batch_scores`, `generate_ids`, `token_nll` take it.
+What a maker gives, scores and generates as the plain model does: `batch_scores`, `token_nll` and `generate_ids` take it.
 Settings that no model could use raise UserError in the function, those that the given model can't use in the maker.
 """
 

@@ -52,7 +52,7 @@ from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.method import Layer, Method, of_attention
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.rope import cos_sin, rotate
-from lpes_jax.scoring import token_nll
+from lpes_jax.text_nll import token_nll
 
 BASES = (10_000.0, 17_500.0, 18_000.0, 19_000.0, 20_000.0, 22_500.0, 25_000.0)
 _LEAVES = ("w1", "w2", "w3")

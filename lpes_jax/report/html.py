@@ -48,7 +48,9 @@ def write_page(
     captions. search: what factors.json has under that name. preset: the flags that a preset gives.
     """
     config = {name: value for name, value in record["config"].items() if name not in ("model_identity", "chat")}
-    cost = {"whole run (s)": record.get("total_evaluation_time_seconds"), "compiled shapes": record.get("compilations")}
+    cost = {"whole run (s)": record.get("total_evaluation_time_seconds")}
+    if it := record.get("compilations"):
+        cost |= {"compiling (s)": it["seconds"], "programs compiled": it["programs"], "programs kept": it["from_cache"]}
     if search is not None:
         cost |= {
             "individuals": search["individuals"],

@@ -14,7 +14,8 @@ from lpes_jax.curves import bezier_outline
 from lpes_jax.errors import UserError
 from lpes_jax.evaluation import BASELINE, PLAIN, results_record, rows, write_samples
 from lpes_jax.factors import write_json
-from lpes_jax.models.llama import load
+from lpes_jax.mesh import make_mesh
+from lpes_jax.models.llama import Loaded, load
 from lpes_jax.models.llama.chat import make_chat
 from lpes_jax.provenance import check_deterministic
 from lpes_jax.report.html import write_page
@@ -29,8 +30,10 @@ from lpes_jax.tasks.flags import tasks_of, title_of
 __all__ = ["SearchResult", "SearchSettings", "preset", "run_search"]
 
 
-def run_search(settings: SearchSettings) -> SearchResult:
+def run_search(settings: SearchSettings, loaded: Loaded | None = None) -> SearchResult:
     """Load the model, search, measure what was found on held-out questions, and leave the run's folder.
+
+    `loaded`: what `load` gave for the settings' model, dtype and mesh, for several searches on one.
 
     Raises UserError where the settings, the model or the data cannot be used, before anything is searched, and Interrupted (a
     KeyboardInterrupt) for a SIGINT or SIGTERM, when the batch under way is scored and saved: `resume` goes on from there. A
@@ -43,7 +46,7 @@ def run_search(settings: SearchSettings) -> SearchResult:
         raise UserError("--task perplexity has no questions to search on; search on another task and evaluate on this one")
     tasks = tasks_of(settings, max_new_tokens=settings.max_new_tokens)
     titles = [title_of(settings, task) for task in tasks]
-    loaded = load(settings.model, settings.dtype)
+    loaded = loaded or load(settings.model, settings.dtype, make_mesh(settings.model_axis))
     chat = make_chat(
         loaded.tokenizer,
         apply_chat_template=settings.apply_chat_template,
@@ -58,7 +61,7 @@ def run_search(settings: SearchSettings) -> SearchResult:
     def finish(result: SearchResult, folder: RunFolder) -> SearchResult:
         records = [results_record(it.task, it.outcomes, it.places, config, started) for it in result.reports]
         evaluation = records[0] if len(records) == 1 else _together(titles, records)
-        evaluation |= {"selection": result.selection, "compilations": result.compilations}
+        evaluation |= {"selection": result.selection}
         result = replace(result, factors=replace(result.factors, evaluation=evaluation["methods"]))
         result.factors.save(folder.path / "factors.json")
         outcomes = [outcome for report in result.reports for outcome in report.outcomes]
@@ -132,7 +135,7 @@ def _report(
     search = result.factors.search
     out.print(
         f"{search['individuals']} individuals, {search['evaluations']} scored by the model, "
-        f"{result.compilations} compiled shapes, {search['seconds']:.0f} s. "
+        f"{search['prompts_scored']:,} prompts scored, {search['seconds']:.0f} s. "
         f"'{PLAIN}' has no forced opener behind the prompt; p is against '{BASELINE}', over questions.",
         highlight=False,
     )

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = value_of("--preset", arguments) or "default"
     algorithm = value_of("--algorithm", arguments) or "ga"
     defaults = SearchFlags(**preset_values(chosen, algorithm) if chosen in PRESETS else {})  # the parser refuses others
-    return run_verb(defaults, run_search, __doc__ or "", arguments, "search")
+    return run_verb(defaults, run_search, __doc__ or "", arguments, "search", many_hosts=True)
 
 
 if __name__ == "__main__":

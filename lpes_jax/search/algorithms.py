@@ -1,13 +1,14 @@
 """The algorithms of `--algorithm`, driven: the paper's GA, any of evosax's, and gradient descent.
 
-Each has `individuals` (how many it will make at most, for the progress), `search_space` (sizes, for the record) and `run`,
-which leaves a line in the history for everything that it scores, `fitness.records`.
+Each has `individuals` (how many it will make at most, for the progress), `search_space` and `sizes` (of it, and of a step, for
+the record), and `run`, which leaves a line in the history for everything that it scores, `fitness.records`.
 """
 
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +17,18 @@ from jaxtyping import Array, Float
 
 from lpes_jax.errors import UserError
 from lpes_jax.models.llama.model import Llama
+from lpes_jax.prefixes import families
 from lpes_jax.rope import RopeTable, scale_layers
 from lpes_jax.search.fitness import Fitness, rounded
 from lpes_jax.search.genetic import CROSSOVER, FAILED_CROSSOVER, INITIAL, MUTATION, Lineage, PaperGA
-from lpes_jax.search.gradient import Apply, Data, Look, Parameters, State, descend, initial_state, pack
+from lpes_jax.search.gradient import Apply, Look, Parameters, State, descend, initial_state
+from lpes_jax.search.minibatches import Data, pack, prompts_of_a_tree, shared_trees, sizes
 from lpes_jax.search.plain_text import text_windows
 from lpes_jax.search.settings import SearchSettings, genetic_settings, gradient_settings
 from lpes_jax.search.space import Space
-from lpes_jax.search.strategies import run_strategy, strategy
+from lpes_jax.search.strategies import RANDOM, run_strategy, strategy
 from lpes_jax.tasks import prompts as task_prompts
-from lpes_jax.tasks.prompts import Prompt, Tokenizer
+from lpes_jax.tasks.prompts import EncodedPrompt, Prompt, Tokenizer
 
 OPERATORS = {INITIAL: "initial", MUTATION: "mutation", CROSSOVER: "crossover", FAILED_CROSSOVER: "crossover_failed"}
 Values = Callable[[Parameters], tuple[Float[Array, "C"], Float[Array, "C *units"]]]
@@ -40,6 +43,8 @@ def make_algorithm(settings: SearchSettings, space: Space) -> "Genetic | Strateg
 
 class Genetic:
     """Algorithm 1, by evosax's init, ask and tell."""
+
+    sizes: ClassVar[dict[str, float]] = {}
 
     def __init__(self, settings: SearchSettings, space: Space):
         self.settings, self.space = settings, space
@@ -57,10 +62,12 @@ class Genetic:
         for generation in range(1, self.settings.generations + 1):
             key_ask, key_tell = jax.random.split(jax.random.fold_in(key, generation + 1))
             genes, state = ga.ask(key_ask, state, params)
-            scores = self._scores(generation, genes, state.lineage, fitness)
+            scores = self._scores(generation, genes, state.lineage, fitness, np.asarray(state.ids).tolist())
             state, _ = ga.tell(key_tell, genes, -scores, state, params)
 
-    def _scores(self, generation: int, genes: Float[Array, "P C 2"], lineage: Lineage, fitness: Fitness) -> Float[Array, "P"]:
+    def _scores(
+        self, generation: int, genes: Float[Array, "P C 2"], lineage: Lineage, fitness: Fitness, parents: Sequence[int] = ()
+    ) -> Float[Array, "P"]:
         points, origin = self.ga.recorded_points(genes), jax.tree.map(np.asarray, lineage)
         drafts = [
             {
@@ -74,11 +81,14 @@ class Genetic:
             for i in range(len(points))
         ]
         factors = np.asarray(self._factors(jnp.asarray(points, jnp.float32)))
-        return jnp.asarray(fitness.generation(generation, self.settings.generations, drafts, factors), jnp.float32)
+        of, keep = self.settings.generations, self.ga.settings.parents + self.ga.settings.crossovers
+        return jnp.asarray(fitness.generation(generation, of, drafts, factors, rivals=parents, keep=keep), jnp.float32)
 
 
 class Strategy:
     """One of evosax's algorithms, or random search, on the y of the control points."""
+
+    sizes: ClassVar[dict[str, float]] = {}
 
     def __init__(self, settings: SearchSettings, space: Space):
         ga = settings.population_size + settings.generations * (settings.mutations + 2 * settings.crossovers)
@@ -104,7 +114,11 @@ class Strategy:
                 for i, y in enumerate(genes.astype(np.float64))
             ]
             factors = np.asarray(self._factors(jnp.asarray(genes, jnp.float32)))
-            return fitness.generation(generation, generations, drafts, factors)
+            if self.settings.algorithm == RANDOM:
+                rivals, keep = ([fitness.best["id"]] if first else []), 1
+            else:
+                rivals, keep = [], math.ceil(len(genes) / 2)
+            return fitness.generation(generation, generations, drafts, factors, rivals=rivals, keep=keep)
 
         run_strategy(self.strategy, score, self.settings.seed, generations)
 
@@ -117,11 +131,13 @@ class Gradient:
 
     def __init__(self, settings: SearchSettings, space: Space):
         self.settings, self.space = settings, space
+        self.sizes: dict[str, float] = {}
         self.gradient = gradient_settings(settings)
         self.parameters, self.project, self.values = box_parameters(settings, space)
 
     def run(self, model: Llama, tokenizer: Tokenizer, prompts: Sequence[Sequence[Prompt]], fitness: Fitness) -> None:
         train, held_back, longest = self._data(model, tokenizer, prompts, fitness)
+        self.sizes = sizes(train, held_back, self.gradient.minibatch_size)
         apply = factors_applied(self.space, self.values, model.config.rope_table(longest))
         folder = fitness.folder
 
@@ -179,30 +195,53 @@ class Gradient:
     def _data(
         self, model: Llama, tokenizer: Tokenizer, prompts: Sequence[Sequence[Prompt]], fitness: Fitness
     ) -> tuple[Data, Data, int]:
-        """What is learnt from, what is held back (the last questions and windows), and the tokens of the longest prompt."""
-        places, share = len(fitness.positions), self.gradient.validation_share
+        """What is learnt from, what is held back (the last questions and windows), and the tokens of the longest prompt.
+
+        Where prompts share trees, those of a haystack are on one side.
+        """
+        places, kept_share, of_look = len(fitness.positions), self.gradient.validation_share, self.gradient.minibatch_size
+        share, of_step = self.gradient.weights_in == "loss", prompts_of_a_tree(of_look)
         train, held_back, longest = [], [], 0
         for of_task in prompts:
             questions = len(of_task) // places
-            kept = math.ceil(share * questions)
+            kept = math.ceil(kept_share * questions)
             if kept >= questions:
                 raise UserError(f"--limit {questions} leaves no question to learn from beside --validation-share; raise it")
             encoded = task_prompts.encode(of_task, tokenizer, model.config.max_position_embeddings)
-            border = (questions - kept) * places
-            for part, data in ((encoded[:border], train), (encoded[border:], held_back)):
-                data.append(pack(part, list(fitness.weights) * (len(part) // places)))
+            border = questions - kept
+            if share and len(shared_trees(encoded, model.config, of_step)) < len(encoded):
+                border = between_families(encoded, places, border)
+            border *= places
+            for part, most, data in ((encoded[:border], of_step, train), (encoded[border:], of_look, held_back)):
+                trees = shared_trees(part, model.config, most) if share else None
+                data.append(pack(part, list(fitness.weights) * (len(part) // places), trees))
             longest = max(longest, *(len(prompt.ids) + max(map(len, prompt.answers)) for prompt in encoded))
         text, kept_text = None, None
         if self.settings.text_weight or self.settings.max_text_loss_rise is not None:
             windows = jnp.asarray(
                 text_windows(self.settings.text, model, tokenizer, self.settings.seed, self.settings.text_window)
             )
-            kept = math.ceil(share * len(windows))
+            kept = math.ceil(kept_share * len(windows))
             if kept >= len(windows):
                 raise UserError("--text is too short to hold a part back; give more of it")
             kept_text, longest = windows[::-1][:kept], max(longest, windows.shape[1])
             text = windows[:-kept] if self.settings.text_weight else None
         return Data(train, text), Data(held_back, kept_text), longest
+
+
+def between_families(prompts: Sequence[EncodedPrompt], places: int, border: int) -> int:
+    """The number of questions nearest to `border` behind which no haystack goes on; `places` prompts are of a question.
+
+    `border` itself where that would hold back less than half as many, or more than twice: nearly all prompts are alike then, by
+    a header that all questions have, say.
+    """
+    questions = len(prompts) // places
+    found = families([(prompt.ids, prompt.answers[0]) for prompt in prompts])
+    spans = [(family[0] // places, family[-1] // places) for family in found]
+    kept = questions - border
+    borders = [at for at in range(1, questions) if kept / 2 <= questions - at <= 2 * kept]
+    clean = [at for at in borders if not any(first < at <= last for first, last in spans)]
+    return min(clean, key=lambda at: abs(at - border), default=border)
 
 
 def box_parameters(settings: SearchSettings, space: Space) -> tuple[Parameters, Callable[[Parameters], Parameters], Values]:

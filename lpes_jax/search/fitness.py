@@ -1,7 +1,8 @@
 """The fitness of individuals on the search examples, and the history of a run.
 
 It is the weighted sum over the search positions of the same examples' accuracy (section 3.2), or of their mean answer
-log-likelihood. Individuals with the same factors are scored once. Letters: P population, L layers.
+log-likelihood. Individuals with the same factors are scored once; in a race (racing.py), hopeless ones on a part of the
+examples. Letters: P population, L layers, N prompts, U units of a race.
 """
 
 import math
@@ -11,23 +12,29 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from lpes_jax.errors import UserError
+from lpes_jax.generation import GeneratedScorer
+from lpes_jax.mesh import make_mesh, mesh_of, put_model
 from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.report.progress import SearchProgress
 from lpes_jax.rope import Granularity
-from lpes_jax.scoring import GeneratedScorer, OptionScorer, Scorer
+from lpes_jax.scoring import OptionScorer, Scorer
+from lpes_jax.search import racing
+from lpes_jax.search.racing import Bar, StagedScorer
 from lpes_jax.search.run_folder import RunFolder
 from lpes_jax.search.settings import SearchSettings
-from lpes_jax.search.stop import GracefulStop
-from lpes_jax.search.strategies import BudgetSpent
+from lpes_jax.search.stop import BudgetSpent, GracefulStop
 from lpes_jax.tasks import prompts as task_prompts
 from lpes_jax.tasks.prompts import Prompt, Task
 
 Trace = Callable[[int, Float[np.ndarray, "L *units"], Granularity], int | str | None]  # (prompt, factors, granularity) -> layer
-SCORES = ("fitness", "accuracy", "log_likelihood", "not_finite")  # the last where it applies
+# What the model says of an individual; the last three where they apply. `raced` is the share of the examples that it was scored
+# on before a race dropped it, with which its accuracies are of these and its fitness is an estimate; `values` are what a race
+# compares others with.
+SCORES = ("fitness", "accuracy", "log_likelihood", "not_finite", "raced", "values")
 
 
 class Fitness:
@@ -39,7 +46,7 @@ class Fitness:
     def __init__(
         self,
         settings: SearchSettings,
-        scorer: Scorer | OptionScorer | GeneratedScorer,
+        scorer: Scorer | OptionScorer | GeneratedScorer | StagedScorer,
         first_bad_layer: Trace,
         positions: Sequence[int],
         granularity: Granularity,
@@ -52,29 +59,44 @@ class Fitness:
         self.granularity: Granularity = granularity
         self.weights = settings.weights if len(positions) == len(settings.search_positions) else (1.0,)
         self.records: list[dict[str, Any]] = []
-        self.evaluations = 0  # individuals that the model scored: those whose factors had not been seen
+        self.evaluations = 0  # individuals that the model scored, on all examples or in a race: factors that had not been seen
+        self._prompts_saved = 0
         self._seen: dict[tuple, dict[str, Any]] = {}
 
     @property
     def best(self) -> dict[str, Any]:
-        """The fittest individual of all; the first of equals."""
+        """The fittest individual of all; the first of equals. It was scored on all examples."""
         return max(self.records, key=lambda record: -np.inf if record["fitness"] is None else record["fitness"])
 
+    @property
+    def prompts_scored(self) -> int:
+        """(individual, prompt) pairs that the model scored."""
+        return self.evaluations * self.scorer.num_prompts - self._prompts_saved
+
     def generation(
-        self, number: int, of: int, drafts: list[dict[str, Any]], factors: Float[np.ndarray, "P L *units"]
+        self,
+        number: int,
+        of: int,
+        drafts: list[dict[str, Any]],
+        factors: Float[np.ndarray, "P L *units"],
+        *,
+        rivals: Sequence[int] = (),
+        keep: int = 0,
     ) -> Float[np.ndarray, "P"]:
         """The fitness of a generation, NaN where scores are not finite; a line of history for each individual.
 
-        `drafts` are the lines without factors and scores. Raises BudgetSpent when `--max-evaluations` individuals were scored,
-        with no individual scored beyond, and UserError when no score is finite: there is nothing to go on from.
+        `drafts` are the lines without factors and scores. `rivals`, by their ids, and `keep` are a race's bar (`racing.Bar`);
+        without both there is none. Raises BudgetSpent when `--max-evaluations` individuals were scored, with no individual
+        scored beyond (in a race, too, one is one), and UserError when no score is finite: there is nothing to go on from.
         """
         best = f"best {self.best['fitness']:.4f}" if self.records and self.best["fitness"] is not None else ""
         self.progress.note(f"generation {number}/{of}  {best}")
         before = len(self.records)
-        at_once = self.scorer.individuals_at_once
+        bar = self._bar(rivals, keep) if self.settings.race else None
+        at_once = len(drafts) if bar else self.scorer.individuals_at_once  # who is dropped must not hang on blocks
         for start in range(0, len(drafts), at_once):
             block = slice(start, start + at_once)
-            self._block(drafts[block], factors[block])
+            self._block(drafts[block], factors[block], bar)
         made = self.records[before:]
         if bad := [record for record in made if record["fitness"] is None]:
             where = f"generation {number}: {len(bad)} of {len(made)} have scores that are not finite; {_told(bad[0])}"
@@ -84,19 +106,69 @@ class Fitness:
         return np.array([np.nan if record["fitness"] is None else record["fitness"] for record in made])
 
     def of_factors(self, factors: Float[np.ndarray, "P L *units"], granularity: Granularity = "layer") -> list[dict[str, Any]]:
-        """Fitness, accuracy and log-likelihood of factors, scored where they have not been seen."""
+        """Fitness, accuracy and log-likelihood of factors on all examples, scored where that was not done."""
+        for row in factors:
+            if "raced" in self._seen.get(_key(row), {}):
+                del self._seen[_key(row)]
+        return [
+            {name: value for name, value in summary.items() if name != "values"}
+            for summary in self._summaries(factors, granularity)
+        ]
+
+    def _summaries(
+        self, factors: Float[np.ndarray, "P L *units"], granularity: Granularity, bar: Bar | None = None
+    ) -> list[dict[str, Any]]:
+        """What the history says of factors, scored where they have not been seen: on all examples, or in a race to a bar."""
         unseen = {_key(row): row for row in factors if _key(row) not in self._seen}
         self.progress.skip((len(factors) - len(unseen)) * self.scorer.num_prompts)
         if unseen:
-            scores = self.scorer(np.stack(list(unseen.values())), granularity, on_prompts=self.progress.prompts)
+            rows = np.stack(list(unseen.values()))
+            if bar is None:
+                correct, likelihood = self.scorer(rows, granularity, on_prompts=self.progress.prompts)
+                found = [self._summary(row, granularity, correct[at], likelihood[at]) for at, row in enumerate(rows)]
+            else:
+                found = self._raced(rows, bar)
             self.evaluations += len(unseen)
-            for (key, row), correct, log_likelihood in zip(unseen.items(), *scores, strict=True):
-                self._seen[key] = self._summary(correct, log_likelihood)
-                if not np.isfinite(log_likelihood).all():
-                    self._seen[key]["not_finite"] = self._where(row, granularity, log_likelihood)
+            self._seen |= zip(unseen, found, strict=True)
         return [self._seen[_key(row)] for row in factors]
 
-    def _block(self, drafts: list[dict[str, Any]], factors: Float[np.ndarray, "P L *units"]) -> None:
+    def _bar(self, rivals: Sequence[int], keep: int) -> Bar | None:
+        """What a generation races to. Nothing where a rival has not been scored on everything, with finite scores."""
+        values = [self.records[rival].get("values") for rival in rivals]
+        if not (rivals or keep) or None in values:
+            return None
+        units = self.scorer.bounds[-1] if isinstance(self.scorer, StagedScorer) else 0
+        return Bar(np.array([racing.from_text(text) for text in values if text]).reshape(len(values), units), keep)
+
+    def _raced(self, factors: Float[np.ndarray, "P L *units"], bar: Bar) -> list[dict[str, Any]]:
+        """The summaries of a generation's new individuals after their race."""
+        scorer = self.scorer
+        assert isinstance(scorer, StagedScorer)
+        shape = len(factors), scorer.num_prompts
+        correct, likelihood = np.zeros(shape, bool), np.zeros(shape, np.float32)
+
+        def score(stage: int, chosen: np.ndarray) -> np.ndarray:
+            new = scorer(factors[chosen], self.granularity, self.progress.prompts, stages=[stage])
+            correct[chosen] |= new.correct
+            likelihood[chosen] += new.log_likelihood
+            return self._values(*new)[:, scorer.bounds[stage] : scorer.bounds[stage + 1]]
+
+        values, scored = racing.race(score, len(factors), scorer.bounds, bar, self._most_of_a_prompt())
+        estimates = racing.estimates(values, scored, bar)
+        found = []
+        for at, row in enumerate(factors):
+            prompts = scorer.prompts_of(scorer.bounds.index(scored[at]))
+            part = None if len(prompts) == scorer.num_prompts else prompts
+            summary = self._summary(row, self.granularity, correct[at, prompts], likelihood[at, prompts], part)
+            found.append(summary | ({"fitness": round(estimates[at], 9)} if at in estimates else {}))
+            self._save(scorer.num_prompts - len(prompts))
+        return found
+
+    def _save(self, prompts: int) -> None:
+        self._prompts_saved += prompts
+        self.progress.skip(prompts)
+
+    def _block(self, drafts: list[dict[str, Any]], factors: Float[np.ndarray, "P L *units"], bar: Bar | None) -> None:
         keys = [_key(row) for row in factors]
         cached = [key in self._seen or key in keys[:i] for i, key in enumerate(keys)]
         fits = self._within_budget(cached)
@@ -108,12 +180,14 @@ class Fitness:
         for draft, record in zip(drafts, recorded, strict=False):
             self.folder.must_continue(draft, record)
         if len(recorded) == len(drafts):
-            self.evaluations += sum(not record["cached"] for record in recorded)
+            new = [record for record in recorded if not record["cached"]]
+            self.evaluations += len(new)
+            self._prompts_saved += sum(round((1 - record.get("raced", 1)) * self.scorer.num_prompts) for record in new)
             self.progress.skip(len(recorded) * self.scorer.num_prompts)
             summaries = [{name: record[name] for name in SCORES if name in record} for record in recorded]
             self._seen |= zip(keys, summaries, strict=False)
         else:  # a block that was cut is scored again as a whole: likelihoods may hang on who is scored together, by a digit
-            summaries = self.of_factors(factors[:fits], self.granularity)
+            summaries = self._summaries(factors[:fits], self.granularity, bar)
         records = recorded + [draft | summary for draft, summary in zip(drafts, summaries, strict=True)][len(recorded) :]
         self.folder.append(records[len(recorded) :])
         self.records += records
@@ -128,19 +202,21 @@ class Fitness:
         needed = np.cumsum([not known for known in cached])
         return int((needed <= self.settings.max_evaluations - self.evaluations).sum())
 
-    def _where(
-        self, factors: Float[np.ndarray, "L *units"], granularity: Granularity, log_likelihood: Float[np.ndarray, "N"]
+    def _summary(
+        self,
+        factors: Float[np.ndarray, "L *units"],
+        granularity: Granularity,
+        correct: np.ndarray,
+        log_likelihood: np.ndarray,
+        prompts: Int[np.ndarray, "n"] | None = None,
     ) -> dict[str, Any]:
-        """The first prompt with a score that is not finite, and the layer in which it arises."""
-        prompt = int(np.flatnonzero(~np.isfinite(log_likelihood))[0])
-        return {"prompt": prompt, "first_layer": self.first_bad_layer(prompt, factors, granularity)}
-
-    def _summary(self, correct: np.ndarray, log_likelihood: np.ndarray) -> dict[str, Any]:
+        """What the history says of scores, of all prompts or of some by their numbers."""
         places = len(self.positions)
+        answer_tokens = self.scorer.answer_tokens if prompts is None else self.scorer.answer_tokens[prompts]
         accuracy = correct.reshape(-1, places).mean(axis=0, dtype=np.float64)
         likelihood = log_likelihood.reshape(-1, places).astype(np.float64)
         # The geometric mean of the answer tokens' probabilities: in (0, 1], whatever the answer's length.
-        probability = np.exp(likelihood / self.scorer.answer_tokens.reshape(-1, places)).mean(axis=0)
+        probability = np.exp(likelihood / answer_tokens.reshape(-1, places)).mean(axis=0)
         weights = np.array(self.weights)
         finite = bool(np.isfinite(likelihood).all())
         by_text = isinstance(self.scorer, GeneratedScorer)  # which has no likelihood
@@ -150,7 +226,7 @@ class Fitness:
             fitness = float(weights @ accuracy)
             if self.settings.tie_break and not by_text:
                 fitness += tie_break_scale(weights.tolist(), len(likelihood)) * float(weights @ probability)
-        return {
+        summary = {
             "fitness": round(fitness, 9) if finite else None,
             "accuracy": {str(position): value for position, value in zip(self.positions, accuracy.tolist(), strict=True)},
             "log_likelihood": {
@@ -158,6 +234,35 @@ class Fitness:
                 for position, value in zip(self.positions, likelihood.mean(axis=0).tolist(), strict=True)
             },
         }
+        if not finite:  # the first prompt with such a score, and the layer in which it arises
+            first = int(np.flatnonzero(~np.isfinite(log_likelihood))[0])
+            first = first if prompts is None else int(prompts[first])
+            summary["not_finite"] = {"prompt": first, "first_layer": self.first_bad_layer(first, factors, granularity)}
+        if prompts is not None:
+            summary["raced"] = len(prompts) / self.scorer.num_prompts
+        elif self.settings.race and finite:
+            summary["values"] = racing.to_text(self._values(correct[None], log_likelihood[None])[0])
+        return summary
+
+    def _values(self, correct: np.ndarray, log_likelihood: np.ndarray) -> Float[np.ndarray, "P U"]:
+        """What a race compares: values of its units, whose mean is the fitness; NaN where a score is not finite."""
+        scorer, weights = self.scorer, np.array(self.weights)
+        assert isinstance(scorer, StagedScorer)
+        shape = len(correct), -1, len(self.positions)
+        likelihood = np.where(np.isfinite(log_likelihood), log_likelihood, np.nan).astype(np.float64)
+        if self.settings.fitness == "log_likelihood":
+            of_prompts = likelihood
+        else:
+            questions = correct.shape[1] // len(self.positions)
+            scale = tie_break_scale(self.weights, questions) if self.settings.tie_break else 0.0
+            of_prompts = correct + scale * np.exp(likelihood / scorer.answer_tokens)
+        return scorer.by_unit(of_prompts.reshape(shape) @ weights)
+
+    def _most_of_a_prompt(self) -> float:
+        """How much one verdict changes the value of a unit."""
+        scorer = self.scorer
+        assert isinstance(scorer, StagedScorer)
+        return 0.0 if self.settings.fitness == "log_likelihood" else scorer.of_question * max(self.weights)
 
 
 def _told(record: dict[str, Any]) -> str:
@@ -203,12 +308,10 @@ def make_scorer(
     tasks: Sequence[Task],
     prompts: Sequence[Sequence[Prompt]],
     stop_ids: Sequence[int],
-) -> Scorer | OptionScorer | GeneratedScorer:
-    """What scores the search prompts of all tasks, which are of one kind."""
+) -> Scorer | OptionScorer | GeneratedScorer | StagedScorer:
+    """What scores the search prompts of all tasks, which are of one kind. Raises UserError for too few to race on."""
     everything, task = [prompt for of_task in prompts for prompt in of_task], tasks[0]
-    if task.decided_by == "options":
-        return OptionScorer(model, tokenizer, everything, batch_size=settings.batch_size)
-    if settings.fitness == "metric":
+    if settings.fitness == "metric" and task.decided_by != "options":
         metric, new_tokens = task.metrics[0], settings.max_new_tokens or task.max_new_tokens
 
         def score(output: str, prompt: Prompt) -> float:
@@ -217,8 +320,24 @@ def make_scorer(
         return GeneratedScorer(
             model, tokenizer, everything, score, max_new_tokens=new_tokens, stop_ids=stop_ids, batch_size=settings.batch_size
         )
-    encoded = task_prompts.encode(everything, tokenizer, model.config.max_position_embeddings)
-    return Scorer(model, encoded, batch_size=settings.batch_size, population_chunk=settings.population_chunk)
+
+    def of_prompts(chosen: Sequence[int]) -> Scorer | OptionScorer:
+        asked = [everything[at] for at in chosen]
+        if task.decided_by == "options":
+            return OptionScorer(placed, tokenizer, asked, batch_size=settings.batch_size)
+        encoded = task_prompts.encode(asked, tokenizer, model.config.max_position_embeddings)
+        return Scorer(placed, encoded, batch_size=settings.batch_size, population_chunk=settings.population_chunk)
+
+    placed = model
+    if not settings.race:
+        return of_prompts(range(len(everything)))
+    placed = put_model(model, mesh_of(model) or make_mesh())  # once, for all parts
+    places, units, questions = len(settings.search_positions) if task.num_items > 1 else 1, [], 0
+    for of_task in prompts:
+        first = task_prompts.token_ids(tokenizer, [prompt.text for prompt in of_task[::places]])
+        units.append([[questions + at for at in unit] for unit in racing.units_of(first)])
+        questions += len(first)
+    return StagedScorer(of_prompts, racing.eighths(units, settings.seed), places)
 
 
 def fit(

@@ -31,8 +31,6 @@ Letters: C = d + 1 control points, L layers, P population; N_ps, N_pa, N_mu, N_c
 """
 
 import math
-from dataclasses import dataclass
-from decimal import Decimal
 from functools import partial
 from typing import Any
 
@@ -45,112 +43,10 @@ from evosax.algorithms.population_based.base import State as BaseState
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from lpes_jax.errors import UserError
+from lpes_jax.search.genetic_settings import GeneticSettings, steps
 
 INITIAL, MUTATION, CROSSOVER, FAILED_CROSSOVER = range(4)  # Lineage.operator; the last: a mutation, as no try was valid
 MUTATION_DRAWS = 64
-MAX_CODES = 65536  # values of one lattice axis: they are tabulated, and codes must be exact in float32
-
-
-@dataclass(frozen=True)
-class GeneticSettings:
-    """The search space (Table 9) and the sizes (Table 12), with the paper's values. Raises UserError where they clash.
-
-    `num_layers` counts the scaled layers; `initial_points` (x, y) replace the first individual of Eq. 8. Factors are without
-    unit, x in layers. A step of 0 makes its axis continuous.
-    """
-
-    num_layers: int
-    control_points: int = 4
-    population_size: int = 32
-    parents: int = 12
-    mutations: int = 16
-    crossovers: int = 4
-    crossover_tries: int = 4
-    max_change_x: float = 2.0
-    max_change_y: float = 0.2
-    min_factor: float = 1.0
-    max_factor: float = 2.0
-    initial_factor: float = 1.5
-    x_step: float = 1.0
-    y_step: float = 0.1
-    mutation_rate: float = 1.0
-    initial_points: tuple[tuple[float, float], ...] | None = None
-
-    def __post_init__(self):
-        for name, value in vars(self).items():
-            if name == "initial_points":
-                continue
-            least = {"control_points": 2, "population_size": 1, "parents": 1, "crossover_tries": 1}.get(name, 0)
-            flag = "--" + name.replace("_", "-")
-            _require(least <= value < math.inf, f"{flag} must be a number of at least {least}, got {value}")
-        _require(0 < self.mutation_rate <= 1, f"--mutation-rate must be above 0 and at most 1, got {self.mutation_rate}")
-        _require(self.mutations + self.crossovers > 0, "--mutations and --crossovers are both 0; give one of them")
-        size, parents = f"--population-size {self.population_size}", f"--parents {self.parents}"
-        _require(self.parents <= self.population_size, f"{parents} is more than {size}; lower it")
-        enough = self.parents >= 2 or self.crossovers == 0
-        _require(enough, f"{parents} is too few for --crossovers {self.crossovers}; give 2 or more")
-        low, high, initial = self.min_factor, self.max_factor, self.initial_factor
-        _require(0 < low < high, f"--min-factor {low} must be above 0 and below --max-factor {high}")
-        _require(low <= initial <= high, f"--initial-factor {initial} is outside --min-factor {low} to --max-factor {high}")
-        last = self.num_layers - 1.0
-        for axis, step, name, value, origin in (
-            ("x", self.x_step, f"the last layer, {last:g},", last, 0.0),
-            ("y", self.y_step, f"--max-factor {high}", high, low),
-            ("y", self.y_step, f"--initial-factor {initial}", initial, low),
-        ):
-            codes, way_out = _steps(value, origin, step), f"change it or give --{axis}-step 0 (continuous)"
-            _require(codes < MAX_CODES, f"--{axis}-step {step} makes more than {MAX_CODES} values; {way_out}")
-            _require(codes % 1 == 0, f"{name} is not on the lattice {origin} + k * --{axis}-step {step}; {way_out}")
-        for axis, (_, _, step, change) in zip("xy", self.axes, strict=True):
-            _require(change == 0 or change >= step, f"--max-change-{axis} {change} is below one step, {step}; 0 pins {axis}")
-        places = math.inf if self.x_step == 0 and last > 0 else int(_steps(last, 0.0, self.x_step)) + 1
-        crowd = f"{self.num_layers} layers have {places} values of x"
-        fits = self.control_points <= places
-        _require(fits, f"--control-points {self.control_points} cannot increase in x: {crowd}; give fewer")
-
-    @property
-    def axes(self) -> tuple[tuple[float, float, float, float], tuple[float, float, float, float]]:
-        """Lowest and highest value, lattice step and M of x and of y."""
-        x = 0.0, self.num_layers - 1.0, self.x_step, self.max_change_x
-        return x, (self.min_factor, self.max_factor, self.y_step, self.max_change_y)
-
-    @property
-    def lattices(self) -> tuple[Float[np.ndarray, "X"] | None, Float[np.ndarray, "Y"] | None]:
-        """The values of P^x (in layers) and of P^y, float64 (Table 9); None for an axis that is continuous."""
-        x, y = (_lattice(low, high, step) for low, high, step, _ in self.axes)
-        return x, y
-
-    @property
-    def initial_genes(self) -> Float[np.ndarray, "C 2"]:
-        """Eq. 8: (k (L-1)/d, initial factor) for k = 0..d, x rounded to the lattice (half to even), as float32 genes.
-
-        With `initial_points`, those, put on the lattice.
-        """
-        if self.initial_points is not None:
-            return np.stack(
-                [
-                    np.clip(value, low, high) if table is None else np.abs(table[None] - value[:, None]).argmin(axis=1)
-                    for value, table, (low, high, *_) in zip(
-                        np.array(self.initial_points).T, self.lattices, self.axes, strict=True
-                    )
-                ],
-                axis=1,
-            ).astype(np.float32)
-        (x_values, y_values), d = self.lattices, self.control_points - 1
-        k = np.arange(d + 1)
-        x = k * (self.num_layers - 1) / d if x_values is None else np.round(k * (len(x_values) - 1) / d)
-        y = self.initial_factor if y_values is None else np.searchsorted(y_values, self.initial_factor)
-        return np.stack([x, np.full(d + 1, y)], axis=1).astype(np.float32)
-
-    def search_space(self) -> dict[str, int | None]:
-        """Sizes (Appendix B): `paper` (|X| |Y|)^C, `valid` those in order (Eq. 10), `brute_force` |Y|^L; None if continuous."""
-        x, y = (None if values is None else len(values) for values in self.lattices)
-        return {
-            "paper": x and y and (x * y) ** self.control_points,
-            "valid": x and y and math.comb(x, self.control_points) * y**self.control_points,
-            "brute_force": y and y**self.num_layers,
-        }
 
 
 # Fields below are Any because JAX rebuilds pytrees with tracers and placeholders in the place of arrays.
@@ -204,7 +100,7 @@ class PaperGA(PopulationBasedAlgorithm):
     @property
     def _default_params(self) -> Params:
         in_genes = [
-            (0, _steps(high, low, step), _steps(change, 0.0, step) // 1) if step else (low, high, change)
+            (0, steps(high, low, step), steps(change, 0.0, step) // 1) if step else (low, high, change)
             for low, high, step, change in self.settings.axes
         ]
         return Params(self.settings.mutation_rate, *jnp.array(in_genes, jnp.float32).T)
@@ -349,20 +245,3 @@ def _uniform(key: jax.Array, *shape: int) -> Float[Array, "..."]:
 def _draw(uniform: Float[Array, "*any"], count: Int[Array, ""] | int) -> Int[Array, "*any"]:
     # 0 .. count - 1 from [0, 1): in float32 the product stays below any count under 2^23.
     return jnp.floor(uniform * jnp.asarray(count, uniform.dtype)).astype(jnp.int32)
-
-
-def _require(met: bool, message: str) -> None:
-    if not met:
-        raise UserError(message)
-
-
-def _steps(value: float, origin: float, step: float) -> Decimal:
-    """(value - origin) / step in decimals, where 0.2 is exactly two steps of 0.1; 0 for no step."""
-    return (Decimal(str(value)) - Decimal(str(origin))) / Decimal(str(step)) if step else Decimal(0)
-
-
-def _lattice(low: float, high: float, step: float) -> Float[np.ndarray, "codes"] | None:
-    if step == 0:
-        return None
-    codes = range(int(_steps(high, low, step)) + 1)
-    return np.array([float(Decimal(str(low)) + code * Decimal(str(step))) for code in codes])

@@ -13,13 +13,14 @@ less likely than is allowed.
 
 What the parameters are is the caller's: `apply(model, parameters)` gives the model and RoPE table that are scored. Layers are
 rematerialised in the backward pass, so memory does not grow with their number. The model is an argument of every compiled
-function.
+function. With several devices (the model's mesh) each has a part of the minibatch, and the gradients are added up; parameters
+are everywhere.
 
-Letters: N prompts, R rows of a prompt (its admitted answers), B = N x R, W windows of text, T tokens.
+Letters: B trees, P prompts of a tree, W windows of text, T tokens.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -28,25 +29,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from lpes_jax.errors import UserError
+from lpes_jax.mesh import BY_POPULATION, EVERYWHERE, make_mesh, mesh_of, over_population, put, put_model, to_host
 from lpes_jax.models.llama.method import of_table
 from lpes_jax.models.llama.model import Llama
-from lpes_jax.prefixes import SharedBatch, pack_trees, tree_of
 from lpes_jax.rope import RopeTable
-from lpes_jax.scoring import batch_scores, token_nll
-from lpes_jax.tasks.prompts import EncodedPrompt
+from lpes_jax.scoring import batch_scores
+from lpes_jax.search.minibatches import Data, Examples, Windows, draws, spread
+from lpes_jax.text_nll import token_nll
 
 Parameters = Any  # a pytree of float arrays
 Apply = Callable[[Llama, Parameters], tuple[Llama, RopeTable]]
+Total = Callable[[Float[Array, ""]], Float[Array, ""]]
 
 
 @dataclass(frozen=True)
 class GradientSettings:
-    """`minibatch_size` in prompts of a task, `text_minibatch` in windows, `learning_rate` in units of the parameters.
+    """`minibatch_size` in prompts of a task (about so many where they share: see minibatches.py), `text_minibatch` in windows.
 
-    Adam's steps are about as large as the learning rate. Raises UserError for what cannot be.
+    `learning_rate` is in units of the parameters: Adam's steps are about as large. Raises UserError for what cannot be.
     """
 
     steps: int = 200
@@ -72,27 +76,6 @@ class GradientSettings:
             raise UserError(f"--validation-share must be between 0 and 1, got {self.validation_share}")
         if self.max_text_loss_rise is not None and not self.max_text_loss_rise >= 0:
             raise UserError(f"--max-text-loss-rise must be at least 0, got {self.max_text_loss_rise}")
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Examples:
-    """Prompts of one task, each a tree of R rows, of which `is_row` are answers of its own; the prompt itself is shared."""
-
-    batch: SharedBatch
-    is_row: Bool[Array, "N R"]
-    weights: Float[Array, "N"]
-
-    def __getitem__(self, at: Int[Array, "n"]) -> "Examples":
-        return Examples(jax.tree.map(lambda leaf: leaf[at], self.batch), self.is_row[at], self.weights[at])
-
-
-@dataclass(frozen=True)
-class Data:
-    """What a descent learns from, or looks at: prompts of each task, and windows of plain text (None: no text)."""
-
-    tasks: Sequence[Examples]
-    text: Int[Array, "W T"] | None = None
 
 
 class Look(NamedTuple):
@@ -130,44 +113,41 @@ def initial_state(parameters: Parameters, num_tasks: int) -> State:
     return State(0, parameters, _adam.init(parameters), math.nan, look, 0)
 
 
-def pack(prompts: Sequence[EncodedPrompt], weights: Sequence[float], most_answers: int = 2) -> Examples:
-    """All prompts padded to one length, each with as many rows as the prompt with the most answers, `most_answers` at most.
-
-    Every prompt has as many rows: a single question with thirteen admitted answers, as there is one in lost-in-the-middle's
-    file, must not make all others dearer. The first answers are the usual ones.
-    """
-    admitted = [prompt.answers[:most_answers] for prompt in prompts]
-    most = max(map(len, admitted))
-    rows = [
-        (prompt.ids, answer)
-        for prompt, answers in zip(prompts, admitted, strict=True)
-        for answer in answers + [answers[0]] * (most - len(answers))
-    ]
-    trees = [tree_of(rows, list(range(first, first + most))) for first in range(0, len(rows), most)]
-    is_row = [[row % most < len(answers) for row in tree.rows] for tree, answers in zip(trees, admitted, strict=True)]
-    return Examples(pack_trees(trees, rows), jnp.array(is_row), jnp.asarray(weights, jnp.float32))
-
-
 def prompt_scores(
     model: Llama, examples: Examples, table: RopeTable, *, remat: bool = False
-) -> tuple[Bool[Array, "N"], Float[Array, "N"]]:
+) -> tuple[Bool[Array, "B P"], Float[Array, "B P"]]:
     """Of each prompt: is an admitted answer the greedy continuation, and log p of the admitted answers together."""
     correct, log_p = (
         scores.reshape(examples.is_row.shape) for scores in batch_scores(model, examples.batch, of_table(table), remat=remat)
     )
-    return (correct & examples.is_row).any(axis=1), jax.nn.logsumexp(jnp.where(examples.is_row, log_p, -jnp.inf), axis=1)
+    return (correct & examples.is_row).any(axis=2), jax.nn.logsumexp(jnp.where(examples.is_row, log_p, -jnp.inf), axis=2)
 
 
-def answer_loss(model: Llama, examples: Examples, table: RopeTable, *, weighted: bool = True) -> Float[Array, ""]:
-    """The mean of -log p of the answers, by weight or plain, differentiable in the table and the model."""
+def answer_loss(
+    model: Llama, examples: Examples, table: RopeTable, *, weighted: bool = True, total: Total = lambda of_part: of_part
+) -> Float[Array, ""]:
+    """The mean of -log p of the answers, by weight or plain, differentiable in the table and the model.
+
+    `total` adds up what the parts have, where the examples are a part of all: what comes out is this part's share of the mean.
+    """
     _, log_p = prompt_scores(model, examples, table, remat=True)
-    weights = examples.weights.astype(log_p.dtype) if weighted else jnp.ones_like(log_p)
-    return -(weights * log_p).sum() / weights.sum()
+    weights = (examples.weights if weighted else examples.is_prompt).astype(log_p.dtype)
+    return -(weights * log_p).sum() / total(weights.sum())
 
 
-def text_loss(model: Llama, windows: Int[Array, "W T"], table: RopeTable) -> Float[Array, ""]:
-    """The mean of -log p of the tokens of plain text but each window's first, differentiable likewise."""
-    return token_nll(model, windows, of_table(table), remat=True)[:, 1:].mean()
+def text_loss(
+    model: Llama,
+    windows: Int[Array, "W T"],
+    table: RopeTable,
+    counts: Bool[Array, "W"] | None = None,
+    total: Total = lambda of_part: of_part,
+) -> Float[Array, ""]:
+    """The mean of -log p of the tokens of plain text but each window's first, of those that count (None: all), likewise."""
+    nll = token_nll(model, windows, of_table(table), remat=True)[:, 1:]
+    if counts is None:
+        return nll.mean()
+    weights = counts.astype(nll.dtype)
+    return (weights * nll.mean(axis=1)).sum() / total(weights.sum())
 
 
 def descend(
@@ -191,15 +171,26 @@ def descend(
     finite.
     """
     goal = _Goal(apply, project, penalty, weighted=settings.weights_in == "loss")
-    draws = _draws(train, settings, seed)
+    mesh = mesh_of(model) or make_mesh()
+    mesh = mesh if mesh.size > 1 else None
+    if mesh is not None:
+        model = put_model(model, mesh)
+    look = partial(_look, goal, mesh, model, _placed(held_back.tasks, mesh), _placed(held_back.text, mesh), settings)
+    minibatches = draws(
+        train,
+        minibatch_size=settings.minibatch_size,
+        text_minibatch=settings.text_minibatch,
+        by_weight=not goal.weighted,
+        seed=seed,
+    )
     if resume is None:
-        first = _look(0, math.nan, goal, model, held_back, parameters, settings, None)
+        first = look(0, math.nan, parameters, None)
         state = initial_state(parameters, len(train.tasks))._replace(first_text_loss=first.text_loss, best=first)
         on_look(first, state)
     else:
         state = resume
         for _ in range(state.step):
-            next(draws)
+            next(minibatches)
     rates = optax.cosine_decay_schedule(settings.learning_rate, settings.steps)
     losses: list[Array] = []
     parameters, moments = state.parameters, state.optimizer
@@ -208,12 +199,16 @@ def descend(
             break
         rate = rates(number - 1) if settings.schedule == "cosine" else settings.learning_rate
         numbers = jnp.asarray(rate, jnp.float32), jnp.asarray(settings.text_weight, jnp.float32)
-        parameters, moments, loss = _step(goal, model, *next(draws), parameters, moments, *numbers)
+        minibatch = next(minibatches) if mesh is None else spread(next(minibatches), mesh)
+        rest = _placed((parameters, moments, *numbers), mesh)
+        parameters, moments, loss = _step(goal, mesh, model, *minibatch, *rest)
         losses.append(loss)
         if number % settings.look_every and number != settings.steps:
             continue
         train_loss = float(np.mean([float(loss) for loss in losses]))
-        seen = _look(number, train_loss, goal, model, held_back, parameters, settings, state.first_text_loss)
+        if mesh is not None:
+            parameters, moments = jax.tree.map(jnp.asarray, to_host((parameters, moments)))
+        seen = look(number, train_loss, parameters, state.first_text_loss)
         if not (math.isfinite(seen.train_loss) and math.isfinite(seen.loss)):
             raise UserError(f"the loss is not finite after {number} steps; lower --learning-rate or narrow the bounds")
         better = seen.allowed and seen.loss < state.best.loss
@@ -240,63 +235,110 @@ class _Goal:
 _adam = optax.scale_by_adam()
 
 
-@partial(jax.jit, static_argnames="goal")
+@partial(jax.jit, static_argnames=("goal", "mesh"))
 def _step(
     goal: _Goal,
+    mesh: Mesh | None,
     model: Llama,
     tasks: list[Examples],
-    text: Int[Array, "W T"] | None,
+    text: Windows | None,
     parameters: Parameters,
     moments: Any,
     learning_rate: Float[Array, ""],
     text_weight: Float[Array, ""],
 ) -> tuple[Parameters, Any, Float[Array, ""]]:
-    def objective(parameters: Parameters) -> Float[Array, ""]:
-        tuned, table = goal.apply(model, parameters)
-        loss = sum(answer_loss(tuned, examples, table, weighted=goal.weighted) for examples in tasks) / len(tasks)
-        if text is not None:
-            loss = loss + text_weight * text_loss(tuned, text, table)
-        return loss + goal.regular(parameters)
-
-    loss, gradient = jax.value_and_grad(objective)(parameters)
+    inputs = model, tasks, text, parameters, text_weight
+    if mesh is None:
+        loss, gradient = _loss_and_gradient(goal, 1, lambda of_place: of_place, *inputs)
+    else:
+        of_place = partial(_loss_and_gradient, goal, mesh.shape["population"], partial(jax.lax.psum, axis_name="population"))
+        specs = EVERYWHERE, BY_POPULATION, BY_POPULATION, EVERYWHERE, EVERYWHERE
+        loss, gradient = over_population(of_place, mesh, specs, EVERYWHERE)(*inputs)
     updates, moments = _adam.update(gradient, moments)
     moved = jax.tree.map(lambda value, update: value - learning_rate.astype(value.dtype) * update, parameters, updates)
     return goal.project(moved), moments, loss
 
 
-@partial(jax.jit, static_argnames="goal")
-def _prompts_now(goal: _Goal, model: Llama, examples: Examples, parameters: Parameters, at: Int[Array, "n"]):
-    tuned, table = goal.apply(model, parameters)
-    return prompt_scores(tuned, examples[at], table)
+def _loss_and_gradient(
+    goal: _Goal,
+    places: int,
+    total: Total,
+    model: Llama,
+    tasks: list[Examples],
+    text: Windows | None,
+    parameters: Parameters,
+    text_weight: Float[Array, ""],
+) -> tuple[Float[Array, ""], Parameters]:
+    """Of the whole minibatch, by one of the places that have parts of it; `total` adds up what they have."""
+
+    def objective(parameters: Parameters) -> Float[Array, ""]:
+        tuned, table = goal.apply(model, parameters)
+        losses = [answer_loss(tuned, examples, table, weighted=goal.weighted, total=total) for examples in tasks]
+        loss = sum(losses) / len(tasks)
+        if text is not None:
+            loss = loss + text_weight * text_loss(tuned, text.tokens, table, text.counts, total)
+        return loss + goal.regular(parameters) / places
+
+    return jax.tree.map(total, jax.value_and_grad(objective)(parameters))
 
 
-@partial(jax.jit, static_argnames="goal")
-def _text_now(goal: _Goal, model: Llama, text: Int[Array, "W T"], parameters: Parameters, at: Int[Array, "n"]):
-    tuned, table = goal.apply(model, parameters)
-    return (token_nll(tuned, text[at], of_table(table))[:, 1:].mean(axis=1),)
+@partial(jax.jit, static_argnames=("goal", "mesh"))
+def _prompts_now(
+    goal: _Goal, mesh: Mesh | None, model: Llama, examples: Examples, parameters: Parameters, at: Int[Array, "n"]
+) -> tuple[Bool[Array, "n P"], Float[Array, "n P"]]:
+    def scores(model: Llama, examples: Examples, parameters: Parameters, at: Int[Array, "n"]) -> tuple[Array, Array]:
+        tuned, table = goal.apply(model, parameters)
+        return prompt_scores(tuned, examples[at], table)
+
+    return _over_indices(scores, mesh)(model, examples, parameters, at)
+
+
+@partial(jax.jit, static_argnames=("goal", "mesh"))
+def _text_now(
+    goal: _Goal, mesh: Mesh | None, model: Llama, text: Int[Array, "W T"], parameters: Parameters, at: Int[Array, "n"]
+) -> tuple[Float[Array, "n"]]:
+    def means(model: Llama, text: Int[Array, "W T"], parameters: Parameters, at: Int[Array, "n"]) -> tuple[Array]:
+        tuned, table = goal.apply(model, parameters)
+        return (token_nll(tuned, text[at], of_table(table))[:, 1:].mean(axis=1),)
+
+    return _over_indices(means, mesh)(model, text, parameters, at)
+
+
+def _over_indices(function: Callable[..., Any], mesh: Mesh | None) -> Callable[..., Any]:
+    """`function` with its last argument, and its results, split over a mesh."""
+    specs = EVERYWHERE, EVERYWHERE, EVERYWHERE, BY_POPULATION
+    return function if mesh is None else over_population(function, mesh, specs, BY_POPULATION)
+
+
+def _placed(tree: Any, mesh: Mesh | None, spec: PartitionSpec = EVERYWHERE) -> Any:
+    """On a mesh, if there is one."""
+    return tree if mesh is None else put(tree, NamedSharding(mesh, spec))
 
 
 def _look(
+    goal: _Goal,
+    mesh: Mesh | None,
+    model: Llama,
+    tasks: Sequence[Examples],
+    text: Int[Array, "W T"] | None,
+    settings: GradientSettings,
     number: int,
     train_loss: float,
-    goal: _Goal,
-    model: Llama,
-    held_back: Data,
     parameters: Parameters,
-    settings: GradientSettings,
     first_text_loss: float | None,
 ) -> Look:
+    placed = _placed(parameters, mesh)
     losses, accuracies, of_text = [], [], math.nan
-    for examples in held_back.tasks:
-        now = partial(_prompts_now, goal, model, examples, parameters)
-        correct, log_p = _in_blocks(now, len(examples.weights), settings.minibatch_size)
-        weights = np.asarray(examples.weights, np.float64) / float(examples.weights.sum())
-        losses.append(-float(weights @ log_p))
-        accuracies.append(float(weights @ correct))
+    for examples in tasks:
+        now = partial(_prompts_now, goal, mesh, model, examples, placed)
+        correct, log_p = _in_blocks(now, mesh, len(examples.weights), examples.trees_a_step(settings.minibatch_size))
+        weights = np.asarray(examples.weights, np.float64).ravel() / float(examples.weights.sum())
+        losses.append(-float(weights @ log_p.ravel()))
+        accuracies.append(float(weights @ correct.ravel()))
     loss = float(np.mean(losses)) + float(goal.regular(parameters))
-    if held_back.text is not None:
-        now = partial(_text_now, goal, model, held_back.text, parameters)
-        [means] = _in_blocks(now, len(held_back.text), settings.text_minibatch)
+    if text is not None:
+        now = partial(_text_now, goal, mesh, model, text, placed)
+        [means] = _in_blocks(now, mesh, len(text), settings.text_minibatch)
         of_text = float(means.mean())
         loss += settings.text_weight * of_text
     rise = 0.0 if first_text_loss is None else of_text - first_text_loss
@@ -304,42 +346,14 @@ def _look(
     return Look(number, train_loss, loss, tuple(losses), tuple(accuracies), of_text, allowed, parameters)
 
 
-def _draws(train: Data, settings: GradientSettings, seed: int) -> Iterator[tuple[list[Examples], Int[Array, "W T"] | None]]:
-    """Minibatches of each task, and of the text, without end."""
-    by_weight, size = settings.weights_in == "sampling", settings.minibatch_size
-    of_tasks = [
-        _minibatches(len(it.weights), size, seed + at, np.asarray(it.weights, np.float64) if by_weight else None)
-        for at, it in enumerate(train.tasks)
-    ]
-    text = train.text
-    of_text = None if text is None else _minibatches(len(text), settings.text_minibatch, seed + len(of_tasks))
-    while True:
-        tasks = [examples[jnp.asarray(next(at))] for examples, at in zip(train.tasks, of_tasks, strict=True)]
-        yield tasks, None if of_text is None or text is None else text[jnp.asarray(next(of_text))]
-
-
-def _minibatches(
-    count: int, size: int, seed: int, weights: Float[np.ndarray, "count"] | None = None
-) -> Iterator[Int[np.ndarray, "size"]]:
-    """Indices of minibatches without end: drawn by weight, or in epochs.
-
-    Each epoch is a new permutation, its short rest begins the next one.
-    """
-    rng, left = np.random.default_rng(seed), np.empty(0, np.int32)
-    size = min(size, count)
-    while weights is not None:
-        yield rng.choice(count, size, replace=False, p=weights / weights.sum()).astype(np.int32)
-    while True:
-        if len(left) < size:
-            left = np.concatenate([left, rng.permutation(count).astype(np.int32)])
-        yield left[:size]
-        left = left[size:]
-
-
-def _in_blocks(scores: Callable[..., tuple[Array, ...]], count: int, size: int) -> tuple[Float[np.ndarray, "count"], ...]:
-    """Scores of all indices 0 ... count - 1, `size` at a time; all blocks have one shape."""
-    size, done = min(size, count), []
+def _in_blocks(
+    scores: Callable[[Array], tuple[Array, ...]], mesh: Mesh | None, count: int, size: int
+) -> tuple[Float[np.ndarray, "count ..."], ...]:
+    """Scores of all indices 0 ... count - 1, about `size` at a time; all blocks have one shape, which a mesh divides."""
+    places = 1 if mesh is None else mesh.shape["population"]
+    size, done = -(-min(size, count) // places) * places, []
     for start in range(0, count, size):
         at = np.minimum(np.arange(start, start + size, dtype=np.int32), count - 1)
-        done.append([np.asarray(part)[: count - start] for part in scores(jnp.asarray(at))])
+        of_block = to_host(scores(_placed(jnp.asarray(at), mesh, BY_POPULATION)))
+        done.append([part[: count - start] for part in of_block])
     return tuple(np.concatenate(parts).astype(np.float64) for parts in zip(*done, strict=True))

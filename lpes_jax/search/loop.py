@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from lpes_jax import hosts
 from lpes_jax.errors import Interrupted, UserError
 from lpes_jax.evaluation import BASELINE, PLAIN, Candidate, Outcome, default_metrics, evaluate, slots_of
 from lpes_jax.factors import LayerFactors, read_json, write_json
@@ -18,14 +19,12 @@ from lpes_jax.models.llama.model import Llama
 from lpes_jax.provenance import content_sha256, environment, prompts_sha256
 from lpes_jax.report.progress import SearchProgress
 from lpes_jax.rope import Granularity
-from lpes_jax.search.algorithms import make_algorithm
 from lpes_jax.search.fitness import Fitness, fit, make_scorer, search_prompts
 from lpes_jax.search.non_finite import first_bad_layer
-from lpes_jax.search.run_folder import RunFolder
+from lpes_jax.search.run_folder import RunFolder, check_processes
 from lpes_jax.search.settings import SearchSettings, as_record, scaled_layers, search_space
 from lpes_jax.search.space import Space
-from lpes_jax.search.stop import GracefulStop
-from lpes_jax.search.strategies import BudgetSpent
+from lpes_jax.search.stop import BudgetSpent, GracefulStop
 from lpes_jax.tasks.prompts import Prompt, Task, token_ids
 
 _HELD_OUT = 5  # candidates of the held-out report: plain, baseline, uniform, pi, lpes
@@ -52,7 +51,6 @@ class SearchResult:
     reports: list[Report]
     control_points: Float[np.ndarray, "C 2"] | None
     selection: dict[str, Any] = field(default_factory=dict)
-    compilations: int = 0
 
     @property
     def outcomes(self) -> list[Outcome]:
@@ -78,6 +76,8 @@ def search(
     result while the folder is still locked, and may write there. Raises UserError for what the user got wrong, before anything
     is scored, and Interrupted for a SIGINT or SIGTERM, with all that was scored saved.
     """
+    from lpes_jax.search.algorithms import make_algorithm  # evosax wants devices at once: not before several processes have met
+
     started = time.time()
     config = model.config
     layers = scaled_layers(settings, config.num_layers)
@@ -106,9 +106,11 @@ def search(
     candidates = sum((_HELD_OUT - (task.plain is None)) * len(of_task) * len(places)
                      for task, of_task, places in zip(tasks, held_out, reported, strict=True))  # fmt: skip
     total = (algorithm.individuals + settings.uniform_candidates) * scorer.num_prompts + candidates
-    with RunFolder(settings.output_path, _config(settings, model, identity, space, asked), settings.resume) as folder:
+    record = _config(settings, model, identity, space, asked)
+    check_processes(record, batch_size=settings.batch_size, population_chunk=settings.population_chunk)
+    with RunFolder(settings.output_path, record, settings.resume) as folder:
         if folder.is_complete:
-            return _as_left(folder)
+            return hosts.from_first(lambda: _as_left(folder))
         try:
             with SearchProgress(total) as progress:
                 with GracefulStop() as stop:
@@ -133,11 +135,13 @@ def search(
                     search={
                         **as_record(settings),
                         "search_space": algorithm.search_space,
+                        **algorithm.sizes,
                         "fitness_of_best": best["fitness"],
                         "best_individual": best["id"],
                         "individuals": len(fitness.records),
                         "evaluations": fitness.evaluations,
                         "evaluations_of_algorithm": budget,
+                        "prompts_scored": fitness.prompts_scored,
                         "uniform": uniform,
                         "seconds": round(time.time() - started, 3),
                         **environment(),
@@ -172,8 +176,9 @@ def search(
                 ]
             selection = _selection(settings, fitness, reports)
             points = None if points is None else np.array(points)
+            result = SearchResult(found, reports, points, selection)
             with folder.writing():
-                return finish(SearchResult(found, reports, points, selection, scorer.compilations), folder)
+                return finish(result, folder) if hosts.is_first() else result
         except KeyboardInterrupt as interrupt:
             way_on = f"interrupted; what was scored is in {folder.path}: the same command with --resume goes on from there"
             raise Interrupted(getattr(interrupt, "number", signal.SIGINT), way_on) from None
@@ -253,9 +258,9 @@ def _tuned_uniform(settings: SearchSettings, fitness: Fitness, num_layers: int) 
     low, high = max(settings.min_factor, min(0.5, settings.max_factor)), min(settings.max_factor, max(2.0, settings.min_factor))
     candidates = np.linspace(low, high, settings.uniform_candidates).round(4)
     record: dict[str, Any] = {"sweep": [], "evaluations": 0}
-    if fitness.folder.resumed and path.exists():
-        with contextlib.suppress(UserError):  # a damaged file is written anew
-            record = read_json(path)
+    if fitness.folder.resumed:
+        with contextlib.suppress(UserError):  # a file that is not there, or damaged, is written anew
+            record = hosts.from_first(lambda: read_json(path))
     before, sweep = fitness.evaluations, record["sweep"]
     fitness.evaluations += record["evaluations"]
     at_once = fitness.scorer.individuals_at_once
@@ -266,7 +271,8 @@ def _tuned_uniform(settings: SearchSettings, fitness: Fitness, num_layers: int) 
         best = max(sweep, key=lambda entry: -np.inf if entry["fitness"] is None else entry["fitness"])
         scored = fitness.evaluations - before
         record = {"factor": best["factor"], "fitness": best["fitness"], "evaluations": scored, "sweep": sweep}
-        with fitness.folder.writing():
-            write_json(path, record)
+        if hosts.is_first():
+            with fitness.folder.writing():
+                write_json(path, record)
         fitness.stop.check()
     return record

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from lpes_jax.mesh import on_one_device
 from lpes_jax.models.llama.attention import causal_attention
 from lpes_jax.models.llama.model import Llama, decoder_layer, layer_rows, output_logits, rms_norm, rotated
 from lpes_jax.rope import Granularity
@@ -19,7 +20,7 @@ def first_bad_layer(
 
     None where everything is finite, as the last digits of a text that is run alone may let it be.
     """
-    config, positions = model.config, jnp.arange(len(ids))
+    model, config, positions = on_one_device(model), model.config, jnp.arange(len(ids))
     rows = layer_rows(config, config.rope_table(len(ids), jnp.asarray(factors, jnp.float32), granularity))
     x = model.embed[...][jnp.array([ids], jnp.int32)]
     if not jnp.isfinite(x).all():

@@ -9,12 +9,16 @@ What a kill, a full disk or a power cut leaves is good to go on with: lines are 
 line that was cut in two is dropped, and all other files are written under another name and renamed when they are on the disk.
 While a run is open its history is locked (flock), which ends with the process, however that ends. Where the file system has no
 such locks the user is told, and has to see to it that no two processes write to one folder.
+
+Of several processes of one run (lpes_jax.hosts) the first has the folder; the others get from it what it has read, and add
+nothing but the check that their lines are the same.
 """
 
 import json
 import os
 import sys
 import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lpes_jax import hosts
 from lpes_jax.errors import UserError
 from lpes_jax.factors import read_json, write_json
 
@@ -45,32 +50,8 @@ class RunFolder:
         """
         self.path = path
         self.history_path, self.state_path = path / "history.jsonl", path / "state.npz"
-        self.recorded: list[dict[str, Any]] = []
-        started = self.history_path.exists() or (path / "config.json").exists()
-        if resume and not started and not (path.is_dir() and not any(path.iterdir())):
-            raise UserError(f"--resume: {path} holds no run (no config.json); leave --resume out to begin one")
-        if not resume and self.history_path.exists():
-            raise UserError(f"--output-path {path} holds a run already; give --resume to go on with it, or another folder")
-        with self.writing():
-            path.mkdir(parents=True, exist_ok=True)
-            self._history = self.history_path.open("a+b" if resume else "xb", buffering=0)
-        try:
-            self._lock()
-            kept = self._whole_lines() if resume else b""
-            before = self._config_before(needed=bool(kept)) if resume else None
-            if before is not None:
-                self._check(before, json.loads(json.dumps(config)))
-            self.resumed = bool(kept)
-            with self.writing():
-                os.truncate(self.history_path, len(kept))
-                self._history.seek(0, os.SEEK_END)
-                os.fsync(self._history.fileno())
-                if before is None:
-                    write_json(path / "config.json", config)
-                    sync(path)
-        except BaseException:
-            self.close()
-            raise
+        self._history: Any = None
+        self.recorded, self.resumed = hosts.from_first(lambda: self._open(config, resume))
 
     def __enter__(self) -> "RunFolder":
         return self
@@ -80,18 +61,25 @@ class RunFolder:
 
     def close(self) -> None:
         """Unlock it. Nothing is left to write."""
-        self._history.close()
+        if self._history is not None:
+            self._history.close()
 
     @property
     def is_complete(self) -> bool:
         """Are its results there, and of as many lines as its history has?"""
-        if not (self.recorded and (self.path / "results.json").exists() and (self.path / "factors.json").exists()):
-            return False
-        return read_json(self.path / "factors.json")["search"].get("individuals") == len(self.recorded)
+        return hosts.from_first(self._is_complete)
 
     def append(self, records: list[dict[str, Any]]) -> None:
-        """Add lines to the history; they are on the disk when this returns."""
+        """Add lines to the history; they are on the disk when this returns.
+
+        Raises UserError where another process has other lines, or the file cannot be written.
+        """
+        untimed = [{name: value for name, value in record.items() if name != "seconds"} for record in records]
+        line = self.history_path.name + f" from individual {records[0]['id']} on, of checksum" if records else "no lines"
+        hosts.check_alike({line: zlib.crc32(json.dumps(untimed).encode())}, "use hosts of one kind, with the same program")
         lines = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records).encode()
+        if not hosts.is_first():
+            return
         with self.writing():
             while lines:
                 lines = lines[self._history.write(lines) :]
@@ -100,6 +88,8 @@ class RunFolder:
     def keep(self, count: int) -> list[dict[str, Any]]:
         """Drop all lines of the history but the first `count`, and return these."""
         self.recorded = self.recorded[:count]
+        if not hosts.is_first():
+            return list(self.recorded)
         lines = self.history_path.read_bytes().splitlines(keepends=True)[:count]
         with self.writing():
             os.truncate(self.history_path, sum(map(len, lines)))
@@ -108,6 +98,8 @@ class RunFolder:
 
     def save_state(self, state: Any) -> None:
         """Keep the numbers of a pytree beside the history, whole or not at all, and the ones before."""
+        if not hosts.is_first():
+            return
         temporary = self.path / "part.npz"
         with self.writing():
             with temporary.open("wb") as file:
@@ -124,11 +116,10 @@ class RunFolder:
         leaves, structure = jax.tree.flatten(like)
         types = [type(leaf) if isinstance(leaf, bool | int | float) else jnp.asarray for leaf in leaves]
         for path in (self.state_path, self._previous_path):
+            kept = hosts.from_first(lambda path=path: _arrays(path))
             try:
-                with path.open("rb") as file, np.load(file, allow_pickle=False) as saved:
-                    kept = [saved[name] for name in saved.files]
                 state = [kind(value) for kind, value in zip(types, kept, strict=True)]
-            except (OSError, ValueError, EOFError, KeyError, TypeError, zipfile.BadZipFile):
+            except (ValueError, TypeError):  # not whole, or another search's
                 continue
             yield jax.tree.unflatten(structure, state)
 
@@ -156,6 +147,40 @@ class RunFolder:
             way_out = "; make room, then go on with --resume" if self.history_path.exists() else ""
             reason = f"{error.strerror or error}"
             raise UserError(f"--output-path {self.path}: cannot be written ({reason}){way_out}") from error
+
+    def _open(self, config: dict[str, Any], resume: bool) -> tuple[list[dict[str, Any]], bool]:
+        """The folder, locked: the records that it has, and whether a run goes on there."""
+        path, self.recorded = self.path, []
+        started = self.history_path.exists() or (path / "config.json").exists()
+        if resume and not started and not (path.is_dir() and not any(path.iterdir())):
+            raise UserError(f"--resume: {path} holds no run (no config.json); leave --resume out to begin one")
+        if not resume and self.history_path.exists():
+            raise UserError(f"--output-path {path} holds a run already; give --resume to go on with it, or another folder")
+        with self.writing():
+            path.mkdir(parents=True, exist_ok=True)
+            self._history = self.history_path.open("a+b" if resume else "xb", buffering=0)
+        try:
+            self._lock()
+            kept = self._whole_lines() if resume else b""
+            before = self._config_before(needed=bool(kept)) if resume else None
+            if before is not None:
+                self._check(before, json.loads(json.dumps(config)))
+            with self.writing():
+                os.truncate(self.history_path, len(kept))
+                self._history.seek(0, os.SEEK_END)
+                os.fsync(self._history.fileno())
+                if before is None:
+                    write_json(path / "config.json", config)
+                    sync(path)
+        except BaseException:
+            self.close()
+            raise
+        return self.recorded, bool(kept)
+
+    def _is_complete(self) -> bool:
+        if not (self.recorded and (self.path / "results.json").exists() and (self.path / "factors.json").exists()):
+            return False
+        return read_json(self.path / "factors.json")["search"].get("individuals") == len(self.recorded)
 
     @property
     def _previous_path(self) -> Path:
@@ -206,6 +231,22 @@ class RunFolder:
         if elsewhere:
             named = ", ".join(f"{_flag(key)} {before.get(key)!r} (now {now.get(key)!r})" for key in elsewhere)
             print(f"note: {self.path} was begun with {named}; scores may differ in their last digits", file=sys.stderr)
+
+
+def check_processes(config: dict[str, Any], **more: Any) -> None:
+    """Raise UserError, in all processes, where one of them has another `config`, but for paths and devices, or `more`."""
+    elsewhere = {*_PLACES, "environment.git_commit"}
+    record = {_flag(key): value for key, value in _flat(config).items() if key not in elsewhere and ".devices." not in key}
+    hosts.check_alike(record | {_flag(f"settings.{name}"): value for name, value in more.items()})
+
+
+def _arrays(path: Path) -> list[np.ndarray]:
+    """Of an .npz file; none of one that is not there, or not whole."""
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as saved:
+            return [saved[name] for name in saved.files]
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile):
+        return []
 
 
 def sync(path: Path) -> None:

@@ -16,10 +16,9 @@ from lpes_jax.factors import LayerFactors
 from lpes_jax.models.llama.chat import PromptForm, check_chat
 from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.rope import Granularity
-from lpes_jax.search.genetic import GeneticSettings
+from lpes_jax.search.genetic_settings import GeneticSettings
 from lpes_jax.search.gradient import GradientSettings
 from lpes_jax.search.space import Space
-from lpes_jax.search.strategies import NAMES
 from lpes_jax.tasks.flags import TaskFlags
 from lpes_jax.tasks.prompts import Overlength
 
@@ -170,6 +169,8 @@ class SearchSettings(TaskFlags):
     max_evaluations: int | None = None
     """End when so many individuals were scored by the model, whatever --generations says (default of all but ga: what the GA
     with these settings makes)."""
+    race: bool = False
+    """Drop individuals that cannot catch up on a part of the search questions (racing.py); each counts as one evaluation."""
     uniform_candidates: int = 16
     """Values tried for one uniform factor within the bounds (and within 0.5 to 2), the control that LPES has to beat."""
 
@@ -209,9 +210,11 @@ class SearchSettings(TaskFlags):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on a GPU, float32 on a CPU."""
     batch_size: int | None = None
-    """Prompts a forward pass (default: chosen from the memory)."""
+    """Prompts a forward pass and device (default: chosen from the memory)."""
     population_chunk: int | None = None
     """Individuals a forward pass and device (default: chosen from the memory)."""
+    model_axis: int = 1
+    """Devices that share one copy of the model (for models larger than a device); the others have copies of their own."""
     deterministic: bool = False
     """On a GPU: only kernels that give the same bits in every run, some of which are slower."""
     resume: bool = False
@@ -251,9 +254,15 @@ def check(settings: SearchSettings) -> None:
         raise UserError(f"--weights {weights}: give one number for each of --search-positions {places}")
     if min(settings.weights) < 0 or abs(sum(settings.weights) - 1) > 1e-6:
         raise UserError(f"--weights must be numbers from 0 that sum to 1, got {weights}")
+    from lpes_jax.search.strategies import NAMES  # evosax wants devices at once: not before several processes have met
+
     if settings.algorithm not in ("ga", "gradient", *NAMES):
         close = difflib.get_close_matches(settings.algorithm, ("ga", "gradient", *NAMES)) or ["ga", "gradient", "cma_es"]
         raise UserError(f"--algorithm {settings.algorithm!r} is not known; did you mean {', '.join(close)}?")
+    if settings.race and settings.algorithm == "gradient":
+        raise UserError("--race drops individuals, which --algorithm gradient has none of; leave it out")
+    if settings.race and settings.fitness == "metric":
+        raise UserError("--race: --fitness metric has individuals one by one generate text on all questions; leave --race out")
     if settings.max_evaluations is not None and settings.algorithm == "gradient":
         raise UserError("--max-evaluations counts individuals, which --algorithm gradient has none of; give --steps")
 
@@ -340,5 +349,7 @@ def as_record(settings: SearchSettings) -> dict[str, Any]:
     """The settings as JSON, but for those that say where and how to run and cannot change a result."""
     record = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(settings).items()}
     return {
-        name: value for name, value in record.items() if name not in ("output_path", "resume", "batch_size", "population_chunk")
+        name: value
+        for name, value in record.items()
+        if name not in ("output_path", "resume", "batch_size", "population_chunk", "model_axis")
     }

@@ -1,17 +1,23 @@
-"""SIGINT and SIGTERM in a search: what is being scored is finished and written first."""
+"""What ends a search early: its budget, or SIGINT and SIGTERM, with what is being scored finished and written first."""
 
 import os
 import signal
 import threading
 from types import FrameType
 
+from lpes_jax import hosts
 from lpes_jax.errors import Interrupted
+
+
+class BudgetSpent(Exception):
+    """Raised by what scores individuals to end the search."""
 
 
 class GracefulStop:
     """While it is entered, a SIGINT or SIGTERM waits until `check`, which raises Interrupted; a second one does not wait.
 
-    Only a program's main thread can have signals; in another, this does nothing.
+    Of several processes, a signal to one ends all, at the same `check`. Only a program's main thread can have signals; in
+    another, this does nothing.
     """
 
     def __init__(self):
@@ -31,8 +37,8 @@ class GracefulStop:
 
     def check(self) -> None:
         """A place where a search may end."""
-        if self._signal is not None:
-            raise Interrupted(self._signal)
+        if number := max(hosts.gather(self._signal or 0)):
+            raise Interrupted(number)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._signal is not None:

@@ -50,6 +50,7 @@ from evosax.algorithms.population_based.base import PopulationBasedAlgorithm
 from jaxtyping import Float
 
 from lpes_jax.errors import UserError
+from lpes_jax.search.stop import BudgetSpent
 
 UNIT = 0.15  # of the box's width: the first standard deviation
 PENALTY = 1.0  # for a point one box width outside, in ranges of fitness
@@ -71,10 +72,6 @@ _CLASSES: dict[str, type] = {
 NAMES: tuple[str, ...] = (RANDOM, *sorted(_CLASSES))
 
 Score = Callable[[int, Float[np.ndarray, "P N"]], Float[np.ndarray, "P"]]
-
-
-class BudgetSpent(Exception):
-    """Raised by a score function to end the search."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,6 +17,10 @@ options, whose log-likelihoods come from the prompts that `option_prompts` gives
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from jaxtyping import Int
 
 from lpes_jax.errors import UserError
 
@@ -240,15 +244,19 @@ def fit(
     `skip` its example is left out at every position, so that all positions keep the same questions.
     """
     budget = min(window - new_tokens, window if max_prompt_tokens is None else max_prompt_tokens)
-    fitted, skipped, longest = [], dict[str, None](), 0
+    fitted, lengths = [], []
     for prompt, tokens in zip(prompts, _num_tokens(tokenizer, [prompt.text for prompt in prompts]), strict=True):
         if tokens > budget and prompt.cut is not None:
             prompt, tokens = _cut(prompt, prompt.cut, tokens, tokenizer, budget)
-        answered = max(_num_tokens(tokenizer, [prompt.text + answer for answer in prompt.answers]), default=0)
+        fitted.append(prompt)
+        lengths.append(tokens)
+    with_answer = iter(_num_tokens(tokenizer, [prompt.text + answer for prompt in fitted for answer in prompt.answers]))
+    skipped, longest = dict[str, None](), 0
+    for prompt, tokens in zip(fitted, lengths, strict=True):
+        answered = max((next(with_answer) for _ in prompt.answers), default=0)
         if tokens > budget or answered > window:
             longest = max(longest, tokens, answered)
             skipped[prompt.example] = None
-        fitted.append(prompt)
     if skipped and overlength == "error":
         limit = f"the model's window of {window}" + (f" less {new_tokens} to generate" if new_tokens else "")
         if max_prompt_tokens is not None:
@@ -311,6 +319,34 @@ def checked_stop(stop: Sequence[str]) -> tuple[str, ...]:
 
 
 def token_ids(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
-    """The ids of each text as the tokenizer gives them. Where it puts a BOS before one that a chat template wrote, one goes."""
-    bos = getattr(tokenizer, "bos_token_id", None)
-    return [ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids for ids in tokenizer(texts)["input_ids"]]
+    """The ids of each text as the tokenizer gives them. Where it puts a BOS before one that a chat template wrote, one goes.
+
+    A text is asked of a tokenizer once: prompts are measured, checked and encoded, and long ones take their time. What was
+    asked for is kept, up to `_KEPT` tokens of a tokenizer.
+    """
+    try:
+        kept = _kept.setdefault(tokenizer, _Kept())
+    except TypeError:  # what cannot be a key is asked each time
+        kept = _Kept()
+    new = [text for text in dict.fromkeys(texts) if text not in kept.ids]
+    if new:
+        bos = getattr(tokenizer, "bos_token_id", None)
+        for text, ids in zip(new, tokenizer(new)["input_ids"], strict=True):
+            kept.ids[text] = np.array(ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids, np.int64)
+            kept.tokens += len(ids)
+    found = [kept.ids[text].tolist() for text in texts]
+    if kept.tokens > _KEPT:
+        kept.ids, kept.tokens = {}, 0
+    return found
+
+
+_KEPT = 2**24  # tokens: 128 MiB
+
+
+@dataclass
+class _Kept:
+    ids: dict[str, Int[np.ndarray, "T"]] = field(default_factory=dict)
+    tokens: int = 0
+
+
+_kept: WeakKeyDictionary[Any, _Kept] = WeakKeyDictionary()

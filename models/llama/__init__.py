@@ -14,6 +14,7 @@ from lpes_jax.models.llama.model import Llama
 
 if TYPE_CHECKING:
     import transformers
+    from jax.sharding import Mesh
 
 __all__ = ["Llama", "LlamaConfig", "Loaded", "load", "load_model", "load_tokenizer"]
 
@@ -31,8 +32,8 @@ class Loaded:
     stop_ids: list[int]
 
 
-def load(name_or_path: str, dtype: str = "auto") -> Loaded:
-    """All that a verb needs of a model. dtype auto: bfloat16 on a GPU, float32 on a CPU. UserError as in `load_model`."""
+def load(name_or_path: str, dtype: str = "auto", mesh: "Mesh | None" = None) -> Loaded:
+    """All that a verb needs of a model. dtype auto: bfloat16 on a GPU, float32 on a CPU. The rest is as in `load_model`."""
     import jax
 
     from lpes_jax.models.llama.checkpoint import load_llama, open_checkpoint
@@ -50,16 +51,19 @@ def load(name_or_path: str, dtype: str = "auto") -> Loaded:
         "sha256": checkpoint.sha256(),
         "dtype": dtype,
     }
-    return Loaded(load_llama(checkpoint, dtype), tokenizer, identity, stop_ids(path, tokenizer))
+    return Loaded(load_llama(checkpoint, dtype, mesh), tokenizer, identity, stop_ids(path, tokenizer))
 
 
-def load_model(name_or_path: str, dtype: str = "bfloat16") -> Llama:
-    """The model, with its weights in `dtype` (bfloat16, float16 or float32). Raises UserError where there is no such model."""
+def load_model(name_or_path: str, dtype: str = "bfloat16", mesh: "Mesh | None" = None) -> Llama:
+    """The model, with its weights in `dtype` (bfloat16, float16 or float32), on the default device or a mesh (lpes_jax.mesh).
+
+    Raises UserError where there is no such model, or where it cannot be split over the mesh.
+    """
     # Imported here, like the tokenizer's: what only builds a `Llama` needs none of the readers.
     from lpes_jax.models.llama.checkpoint import load_llama, open_checkpoint
     from lpes_jax.models.zoo import resolve
 
-    return load_llama(open_checkpoint(resolve(name_or_path)), dtype)
+    return load_llama(open_checkpoint(resolve(name_or_path)), dtype, mesh)
 
 
 def load_tokenizer(name_or_path: str) -> "transformers.PreTrainedTokenizerFast":

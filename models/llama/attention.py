@@ -6,16 +6,24 @@ Letters: B batch, T queries, S cached keys, H heads, K key-value heads (G = H / 
 """
 
 import math
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_batching import custom_vmap
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
+
+from lpes_jax.mesh import over_heads
 
 _BLOCK = 128  # queries a step on the CPU; 64 to 256 measured within noise of each other
 _SPANS = 8
+# Keys under a mask, up to which cuDNN's kernel is differentiated. It is right with 4,544; a search with 11,648 had a gradient
+# that was not finite.
+_KEYS_OF_A_GRADIENT = 4608
 # Bytes of attention logits that are in memory together, of one block or of several short rows. On a CPU its caches must hold
 # them: 64 MiB took up to twice as long.
 _LOGITS_AT_ONCE = {"cpu": 2**20, "gpu": 2**27}
@@ -28,6 +36,10 @@ def causal_attention(
 
     cuDNN's fused kernel where the default device is a GPU and the dtype has 16 bits; elsewhere an exact blocked softmax.
     """
+    return over_heads(partial(_of_device, window=window), (q, k, v))
+
+
+def _of_device(q: Array, k: Array, v: Array, window: int | None) -> Array:
     if window is not None and window >= q.shape[1]:
         window = None
     if runs_on_cudnn(q.shape[-1], q.dtype):
@@ -104,8 +116,28 @@ def masked_attention(
     """Attention of some tokens of each row: the query at index `at` sees the keys j with j <= at < ends[j].
 
     In a tree of prompts, written depth first, these are the query's own path: `ends` is where the tokens below a token end.
-    `positions` are what a window counts in. Exact; a block of queries at a time, a few rows at a time.
+    `positions` are what a window counts in. Exact: cuDNN's kernel where it can be, else a block of queries and a few rows at a
+    time.
     """
+    return over_heads(partial(_masked, window=window), (q, k, v), (at, ends, positions))
+
+
+def _masked(q: Array, k: Array, v: Array, at: Array, ends: Array, positions: Array, window: int | None) -> Array:
+    if window is None and q.shape[1] >= _BLOCK and runs_on_cudnn(q.shape[-1], q.dtype):
+        return one_kernel(q, k, v, at, ends)
+    return blocked_masked_attention(q, k, v, at, ends, positions, window)
+
+
+def blocked_masked_attention(
+    q: Float[Array, "B S H D"],
+    k: Float[Array, "B T K D"],
+    v: Float[Array, "B T K D"],
+    at: Int[Array, "B S"],
+    ends: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    window: int | None = None,
+) -> Float[Array, "B S H D"]:
+    """`masked_attention` a block of queries and a few rows at a time, everywhere."""
     batch, length, heads, head_dim = q.shape
     groups, of_query = heads // k.shape[2], 4 * heads * k.shape[1]  # the bytes of a query's logits
     most = _BLOCK if jax.default_backend() == "cpu" else max(_BLOCK, logits_at_once() // of_query)
@@ -137,6 +169,58 @@ def masked_attention(
     return jax.vmap(row)(inputs) if at_once == batch else jax.lax.map(row, inputs, batch_size=at_once)
 
 
+def _kernel(
+    q: Float[Array, "B S H D"], k: Float[Array, "B T K D"], v: Float[Array, "B T K D"], seen: Bool[Array, "B S T"]
+) -> Float[Array, "B S H D"]:
+    implementation = "cudnn" if runs_on_cudnn(q.shape[-1], q.dtype) else "xla"
+    return jax.nn.dot_product_attention(q, k, v, mask=seen[:, None], implementation=implementation)
+
+
+@custom_vmap
+def _kernel_of_all(q: Array, k: Array, v: Array, seen: Array) -> Array:
+    return _kernel(q, k, v, seen)
+
+
+@_kernel_of_all.def_vmap
+def _more_rows(size: int, batched: Sequence[bool], *operands: Array) -> tuple[Array, bool]:
+    # JAX's own rule for cuDNN's kernel cannot batch a mask that all heads share.
+    rows = [
+        x.reshape(-1, *x.shape[2:]) if has_axis else jnp.tile(x, (size, *[1] * (x.ndim - 1)))
+        for x, has_axis in zip(operands, batched, strict=True)
+    ]
+    out = _kernel_of_all(*rows)
+    return out.reshape(size, -1, *out.shape[1:]), True
+
+
+@jax.custom_vjp
+def one_kernel(
+    q: Float[Array, "B S H D"],
+    k: Float[Array, "B T K D"],
+    v: Float[Array, "B T K D"],
+    at: Int[Array, "B S"],
+    ends: Int[Array, "B T"],
+) -> Float[Array, "B S H D"]:
+    """`masked_attention` by cuDNN's fused kernel (XLA's attention where there is none), also vmapped; or its gradient."""
+    return _kernel_of_all(q, k, v, _seen(at, ends))
+
+
+def _seen(at: Array, ends: Array) -> Bool[Array, "B S T"]:
+    return (jnp.arange(ends.shape[1]) <= at[:, :, None]) & (at[:, :, None] < ends[:, None])
+
+
+def _forward(q: Array, k: Array, v: Array, at: Array, ends: Array) -> tuple[Array, Any]:
+    if k.shape[1] > _KEYS_OF_A_GRADIENT:
+        return jax.vjp(lambda q, k, v: blocked_masked_attention(q, k, v, at, ends, jnp.zeros_like(ends)), q, k, v)
+    return jax.vjp(partial(_kernel, seen=_seen(at, ends)), q, k, v)
+
+
+def _backward(pull_back: Any, of_output: Array) -> tuple[Array | None, ...]:
+    return (*pull_back(of_output), None, None)
+
+
+one_kernel.defvjp(_forward, _backward)
+
+
 def logits_at_once() -> int:
     """Bytes of attention logits that the default device holds of one individual."""
     return _LOGITS_AT_ONCE["cpu" if jax.default_backend() == "cpu" else "gpu"]
@@ -150,6 +234,10 @@ def cached_attention(
     window: Int[Array, ""] | int | None = None,
 ) -> Float[Array, "B 1 H D"]:
     """Attention of one new token a row over the first `lengths` entries of its cache, or the last `window` of those."""
+    return over_heads(_cached, (q, k, v), (lengths, window))
+
+
+def _cached(q: Array, k: Array, v: Array, lengths: Array, window: Array | int | None) -> Array:
     batch, _, heads, head_dim = q.shape
     q = q.reshape(batch, k.shape[2], heads // k.shape[2], head_dim)
     logits = _einsum("bkgd,bskd->bkgs", q, k) * (head_dim**-0.5)

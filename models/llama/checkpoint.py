@@ -25,12 +25,14 @@ import jax.numpy as jnp
 import ml_dtypes  # noqa: F401 (teaches numpy, and so safetensors, bfloat16)
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Shaped
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from lpes_jax.errors import UserError
+from lpes_jax.mesh import check_model_axis, put, weight_spec
 from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.gguf import ALL, GgufFile
 from lpes_jax.models.llama.gguf_model import hf_names, llama_config, read_hf
@@ -201,10 +203,11 @@ class GgufCheckpoint(Checkpoint):
         return [self.path]
 
 
-def load_llama(checkpoint: Checkpoint, dtype: DTypeLike) -> Llama:
-    """The model on the default device, its weights in `dtype` (bfloat16, float16 or float32).
+def load_llama(checkpoint: Checkpoint, dtype: DTypeLike, mesh: Mesh | None = None) -> Llama:
+    """The model on the default device or a mesh (`lpes_jax.mesh`), its weights in `dtype` (bfloat16, float16 or float32).
 
-    Raises UserError that lists every tensor that is missing, unknown or of another shape.
+    On a mesh every leaf goes straight to its shards: no device holds more than its part of the model. Raises UserError that
+    lists every tensor that is missing, unknown or of another shape, and where the model cannot be split over the mesh.
     """
     try:
         dtype = jnp.dtype(dtype)
@@ -215,11 +218,13 @@ def load_llama(checkpoint: Checkpoint, dtype: DTypeLike) -> Llama:
     layers, found = checkpoint.config.num_layers, len(checkpoint.names())
     if layers > found:  # before anything loops over the layers that a damaged config may name
         raise UserError(f"{checkpoint.path}: the config says {layers:,} layers, but the files hold only {found:,} tensors")
+    if mesh is not None:
+        check_model_axis(mesh, checkpoint.config.num_kv_heads, checkpoint.config.intermediate_size)
     graphdef, leaves = _leaves(checkpoint.config, dtype)
     _check_tensors(checkpoint, leaves)
     if checkpoint.config.tie_word_embeddings and _HEAD in checkpoint.names() and not _head_is_embedding(checkpoint):
         graphdef, leaves = _leaves(replace(checkpoint.config, tie_word_embeddings=False), dtype)
-    loaded = [(path, leaf.replace(_read_leaf(checkpoint, path, leaf.shape, dtype))) for path, leaf in leaves]
+    loaded = [(path, leaf.replace(_read_leaf(checkpoint, path, leaf.shape, dtype, mesh))) for path, leaf in leaves]
     return nnx.merge(graphdef, nnx.from_flat_state(loaded))
 
 
@@ -296,7 +301,9 @@ def _height(path: tuple[Any, ...], config: LlamaConfig) -> int:
     return heads[path[1]] * config.head_dim if path[1] in heads else config.intermediate_size
 
 
-def _read_leaf(checkpoint: Checkpoint, path: tuple[Any, ...], shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+def _read_leaf(
+    checkpoint: Checkpoint, path: tuple[Any, ...], shape: tuple[int, ...], dtype: np.dtype, mesh: Mesh | None
+) -> jax.Array:
     buffer = np.empty(shape, dtype)
     for name, index, rows, _ in _tensors_of(path, shape, checkpoint.config):
         tensor = checkpoint.read(name, rows)
@@ -305,7 +312,8 @@ def _read_leaf(checkpoint: Checkpoint, path: tuple[Any, ...], shape: tuple[int, 
             continue
         for at in range(0, len(tensor), _ROWS):  # blocks that stay in the cache: several times as fast as all at once
             buffer[index][:, at : at + _ROWS] = tensor[at : at + _ROWS].astype(dtype).T
-    return jax.device_put(buffer).block_until_ready()  # waits, so that no two buffers are alive at once
+    leaf = jax.device_put(buffer) if mesh is None else put(buffer, NamedSharding(mesh, weight_spec(path)))
+    return jax.block_until_ready(leaf)  # waits, so that no two buffers are alive at once
 
 
 def _open_safetensors(path: Path) -> safe_open:

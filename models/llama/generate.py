@@ -12,8 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from lpes_jax.mesh import BY_POPULATION, EVERYWHERE, mesh_of, over_population, put
 from lpes_jax.models.llama.attention import cached_attention
 from lpes_jax.models.llama.method import Layer, Method, Replacement
 from lpes_jax.models.llama.model import (
@@ -32,7 +34,6 @@ from lpes_jax.models.llama.model import (
 from lpes_jax.rope import RopeTable
 
 
-@partial(jax.jit, static_argnames="max_new_tokens")
 def greedy(
     model: Llama,
     tokens: Int[Array, "B T"],
@@ -44,8 +45,50 @@ def greedy(
 ) -> Int[Array, "B N"]:
     """The argmax continuation of each prompt; what follows the first id of `stop` in a row is filled with that id.
 
-    With a `key`, tokens are drawn from the model's distribution instead (temperature 1).
+    With a `key`, tokens are drawn from the model's distribution instead (temperature 1). Of a model on a mesh, rows that divide
+    over the population axis are spread over it, and so is the result; but not with a `key`, which is of all rows together.
     """
+    mesh = mesh_of(model)
+    if mesh is None or mesh.size == 1:
+        return _greedy(model, tokens, lengths, method, stop, max_new_tokens, key)
+    spread = key is None and len(tokens) % mesh.shape["population"] == 0
+    rows, everywhere = (NamedSharding(mesh, spec) for spec in (BY_POPULATION if spread else EVERYWHERE, EVERYWHERE))
+    stop = stop if len(stop) else jnp.full(1, -1, jnp.int32)  # no token: XLA of jax 0.11 crashes on an empty array here
+    inputs = put(tokens, rows), put(lengths, rows), put(method, everywhere), put(stop, everywhere)
+    return _greedy_on_mesh(model, *inputs, max_new_tokens, key, mesh, rows.spec)
+
+
+@partial(jax.jit, static_argnames=("max_new_tokens", "mesh", "rows"))
+def _greedy_on_mesh(
+    model: Llama,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+    method: Method,
+    stop: Int[Array, "stops"],
+    max_new_tokens: int,
+    key: jax.Array | None,
+    mesh: Mesh,
+    rows: PartitionSpec,
+) -> Int[Array, "B N"]:
+    def of_place(
+        model: Llama, tokens: Array, lengths: Array, method: Method, stop: Array, key: jax.Array | None
+    ) -> Int[Array, "B N"]:
+        return _greedy(model, tokens, lengths, method, stop, max_new_tokens, key)
+
+    specs = EVERYWHERE, rows, rows, EVERYWHERE, EVERYWHERE, EVERYWHERE
+    return over_population(of_place, mesh, specs, rows)(model, tokens, lengths, method, stop, key)
+
+
+@partial(jax.jit, static_argnames="max_new_tokens")
+def _greedy(
+    model: Llama,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+    method: Method,
+    stop: Int[Array, "stops"],
+    max_new_tokens: int,
+    key: jax.Array | None = None,
+) -> Int[Array, "B N"]:
     batch, length = tokens.shape
     begin = partial(_begin, model, tokens, lengths, method.replacement)
     last, keys, values, known = over_tables(begin, method.tables)

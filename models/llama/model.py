@@ -9,7 +9,7 @@ Letters: B batch, T tokens, A answer tokens, L layers, H heads, K key-value head
 V vocabulary, G = 1 or K.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from lpes_jax.errors import UserError
 from lpes_jax.models.llama.attention import cached_attention, causal_attention
 from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.method import Channel, Layer, Method, Replacement
@@ -278,6 +279,17 @@ def method_logits(model: Llama, hidden: Float[Array, "n *any E"], method: Method
     """The logits of a method's passes as one."""
     logits = output_logits(model, hidden)
     return logits[0] if method.merge is None else method.merge(logits)
+
+
+def check_ids(model: Llama, sequences: Sequence[Sequence[int]]) -> None:
+    """Raise UserError for ids that the model does not have."""
+    # Looking up a row that is not there gives another one, without an error.
+    highest = max(map(max, sequences))
+    if highest >= model.config.vocab_size:
+        raise UserError(
+            f"the tokenizer gives the id {highest}, but the model's embedding has {model.config.vocab_size} rows; "
+            "is it the tokenizer of this model?"
+        )
 
 
 def rms_norm(x: Float[Array, "*any E"], weight: Float[Array, "E"], eps: float) -> Float[Array, "*any E"]:

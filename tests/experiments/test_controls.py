@@ -18,7 +18,8 @@ from lpes_jax.models.llama import Llama
 from lpes_jax.models.llama.attention import causal_attention
 from lpes_jax.models.llama.model import decoder_layer, hidden_states, layer_rows, rotated
 from lpes_jax.rope import RopeParameters
-from lpes_jax.search.gradient import answer_loss, pack
+from lpes_jax.search.gradient import answer_loss
+from lpes_jax.search.minibatches import pack
 from lpes_jax.tasks.prompts import EncodedPrompt
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "experiments"))

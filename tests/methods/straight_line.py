@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from lpes_jax.generation import generate_ids
 from lpes_jax.methods import Maker
 from lpes_jax.models.llama import Llama, LlamaConfig
 from lpes_jax.models.llama.method import Method, of_table
 from lpes_jax.models.llama.model import hidden_states, layer_rows, method_logits, over_tables
 from lpes_jax.rope import RopeParameters
-from lpes_jax.scoring import generate_ids
 
 LENGTH = 48
 LENGTHS = jnp.array([40, 23, 31, 9], jnp.int32)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import lpes_jax as lj
+from lpes_jax.generation import generate_ids
 from lpes_jax.methods import Maker
 from lpes_jax.methods.attention_buckets import (
     BASES,
@@ -24,7 +25,8 @@ from lpes_jax.methods.tables import dynamic_ntk, lpes, yarn
 from lpes_jax.models.llama.method import Method, of_table
 from lpes_jax.models.llama.model import hidden_states, method_logits, over_tables
 from lpes_jax.rope import RopeParameters, rope_table
-from lpes_jax.scoring import batch_scores, generate_ids, pack_rows, token_nll
+from lpes_jax.scoring import batch_scores, pack_rows
+from lpes_jax.text_nll import token_nll
 
 LENGTH = 512
 WIDTH, NEW = 32, 7

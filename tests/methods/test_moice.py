@@ -24,7 +24,7 @@ from straight_line import (
 from lpes_jax.errors import UserError
 from lpes_jax.methods.moice import BASES, Router, moice, train_router
 from lpes_jax.models.llama import Llama
-from lpes_jax.scoring import token_nll
+from lpes_jax.text_nll import token_nll
 
 FOUR = (10_000.0, 17_500.0, 40_000.0, 300_000.0)
 

@@ -23,13 +23,14 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 import lpes_jax as lj
+from lpes_jax.generation import generate_ids
 from lpes_jax.models.llama.checkpoint import load_llama, open_checkpoint, save_llama
 from lpes_jax.models.llama.config import SUPPORTED_MODEL_TYPES, LlamaConfig
 from lpes_jax.models.llama.generate import greedy
 from lpes_jax.models.llama.method import of_table
 from lpes_jax.models.llama.model import decoder_layer, hidden_states, layer_rows, output_logits, rms_norm, rotated
 from lpes_jax.rope import ROPE_TYPES, RopeParameters, RopeTable, cos_sin, rotate
-from lpes_jax.scoring import Scorer, generate_ids
+from lpes_jax.scoring import Scorer
 from lpes_jax.tasks.prompts import EncodedPrompt
 
 GOLDEN = Path(__file__).parent / "golden" / "families.json"

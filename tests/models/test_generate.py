@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 import lpes_jax as lj
+from lpes_jax.generation import generate_ids
 from lpes_jax.models.llama import generate
 from lpes_jax.models.llama.attention import cached_attention
 from lpes_jax.models.llama.method import of_table
 from lpes_jax.rope import rope_table
-from lpes_jax.scoring import generate_ids
 
 NEW = 10
 FACTORS = [1.0, 2.5, 1.5]

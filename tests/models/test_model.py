@@ -1,6 +1,7 @@
 """The decoder: attention against float64 NumPy, padding, factors, gradients and dtypes."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,13 @@ import pytest
 from flax import nnx
 
 import lpes_jax as lj
-from lpes_jax.models.llama.attention import blocked_attention, cached_attention, causal_attention
+from lpes_jax.models.llama.attention import (
+    blocked_attention,
+    blocked_masked_attention,
+    cached_attention,
+    causal_attention,
+    one_kernel,
+)
 from lpes_jax.models.llama.model import hidden_states, output_logits
 from lpes_jax.rope import RopeParameters, RopeTable, inverse_frequencies, rope_table, scale_layers
 
@@ -103,6 +110,27 @@ def test_windows_of_cudnn_are_ours(window):
 
     assert "cudnn" in attend.lower(q[None], k[None], v[None]).as_text()
     np.testing.assert_allclose(np.asarray(attend(q[None], k[None], v[None])[0], np.float64), wanted, atol=0.06)
+
+
+def test_one_kernel_is_the_masked_attention_under_vmap_and_in_gradients():
+    """By XLA's attention here; on a GPU by cuDNN's, in 16 bits."""
+    on_gpu = jax.default_backend() == "gpu"
+    q, k, v = qkv(2, 160, 4, 2, 64, jnp.bfloat16 if on_gpu else jnp.float32)
+    at = jnp.broadcast_to(jnp.arange(160, dtype=jnp.int32), (2, 160))
+    ends = jnp.full((2, 160), 160, jnp.int32).at[:, 40:90].set(90).at[:, 50:60].set(60)  # branches, and one within a branch
+
+    def wanted(q, k, v):
+        return blocked_masked_attention(q, k, v, at, ends, at)
+
+    def ours(q, k, v):
+        return one_kernel(q, k, v, at, ends)
+
+    close = partial(np.testing.assert_allclose, atol=0.06 if on_gpu else 1e-4, rtol=0.06 if on_gpu else 1e-4)
+    individuals = jnp.stack([q, 2 * q, -q])
+    close(*(np.asarray(jax.jit(jax.vmap(run, (0, None, None)))(individuals, k, v), np.float32) for run in (ours, wanted)))
+    of_loss = [jax.jit(jax.grad(lambda *qkv, run=run: (run(*qkv) ** 2).sum(), (0, 1, 2)))(q, k, v) for run in (ours, wanted)]
+    for mine, other in zip(*of_loss, strict=True):
+        close(np.asarray(mine, np.float32), np.asarray(other, np.float32))
 
 
 def test_cached_attention_sees_the_window():

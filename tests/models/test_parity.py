@@ -17,9 +17,9 @@ import pytest
 from flax import nnx
 
 import lpes_jax as lj
+from lpes_jax.generation import generate_ids
 from lpes_jax.models.llama.checkpoint import save_llama
 from lpes_jax.rope import RopeParameters
-from lpes_jax.scoring import generate_ids
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "parity.json"
 CLOSE = 2e-2  # of logits whose spread is about 4; both sides are float32 and sum in their own order

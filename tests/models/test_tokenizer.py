@@ -11,9 +11,9 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
 
 from lpes_jax.errors import UserError
+from lpes_jax.generation import generate_ids
 from lpes_jax.models.llama.gguf import GgufFile
 from lpes_jax.models.llama.tokenizer import encode_text, load_tokenizer, stop_ids
-from lpes_jax.scoring import generate_ids
 from lpes_jax.tasks.prompts import Prompt, encode
 
 TEXTS = [

@@ -2,8 +2,12 @@
 
 import json
 import math
+import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -15,9 +19,10 @@ from lpes_jax.errors import UserError
 from lpes_jax.factors import LayerFactors
 from lpes_jax.models.llama import Llama
 from lpes_jax.rope import RopeTable
-from lpes_jax.search.algorithms import box_parameters, factors_applied
-from lpes_jax.search.gradient import Data, GradientSettings, Look, answer_loss, descend, initial_state, pack, text_loss
+from lpes_jax.search.algorithms import between_families, box_parameters, factors_applied
+from lpes_jax.search.gradient import GradientSettings, Look, answer_loss, descend, initial_state, text_loss
 from lpes_jax.search.loop import SearchResult, search
+from lpes_jax.search.minibatches import Data, pack, prompts_of_a_tree, shared_trees
 from lpes_jax.search.plain_text import text_windows
 from lpes_jax.search.run_folder import RunFolder
 from lpes_jax.search.settings import SearchSettings, check, genetic_settings, preset, search_space
@@ -178,6 +183,108 @@ def test_weights_are_in_the_loss_or_in_the_draws(pieces):
         GradientSettings(minibatch_size=3, steps=1, look_every=1, weights_in="sampling"),
     )
     assert by_draws[1].train_loss == pytest.approx(float(answer_loss(model, alone, table)), rel=1e-5)
+
+
+def haystacks(sizes: list[int], seed: int = 0) -> list[EncodedPrompt]:
+    """So many questions about each haystack, with one or two answers; each is a prompt."""
+    rng = np.random.default_rng(seed)
+
+    def ids(length: int) -> list[int]:
+        return rng.integers(1, 250, length).tolist()
+
+    bodies = [(ids(62 + at), size) for at, size in enumerate(sizes)]
+    return [EncodedPrompt(body + ids(4), [ids(2) for _ in range(1 + at % 2)]) for body, size in bodies for at in range(size)]
+
+
+def test_prompts_that_are_alike_are_grouped_where_that_halves_the_cost(tiny_config):
+    assert [prompts_of_a_tree(size) for size in (1, 2, 4, 8, 16, 24)] == [0, 1, 2, 4, 4, 6]
+    prompts = haystacks([5, 7, 3])
+    assert shared_trees(prompts, tiny_config, 4) == [[0, 1, 2], [3, 4], [5, 6, 7, 8], [9, 10, 11], [12, 13, 14]]
+    mixed = [prompts[at] for at in (5, 0, 6, 1, 7, 2)]
+    assert shared_trees(mixed, tiny_config, 4) == [[0, 2, 4], [1, 3, 5]]
+    # Trees of two halve nothing, and neither do prompts that are alike up to their middle.
+    assert shared_trees(prompts[:4], tiny_config, 2) == shared_trees(haystacks([1] * 4), tiny_config, 4) == [[0], [1], [2], [3]]
+    half = [EncodedPrompt(p.ids[:32] + [at] * 32, p.answers) for at, p in enumerate(prompts[:4])]
+    assert shared_trees(half, tiny_config, 4) == [[0], [1], [2], [3]]
+    # Two prompts a question: the border between questions goes where no haystack is cut.
+    questions = haystacks([6, 6, 4])
+    assert [between_families(questions, 2, border) for border in (2, 3, 4, 5, 6, 7)] == [3, 3, 3, 6, 6, 6]
+    assert between_families(haystacks([16]), 2, 6) == 6
+
+
+def test_loss_and_gradient_of_shared_prompts_are_those_of_prompts_alone(tiny_model, tiny_config):
+    prompts = haystacks([3, 4])
+    trees = shared_trees(prompts, tiny_config, 4)
+    assert trees == [[0, 1, 2], [3, 4, 5, 6]]
+    weights = np.random.default_rng(1).uniform(0.1, 1, 7).tolist()
+    both = pack(prompts, weights, trees), pack(prompts, weights)
+    assert both[0].batch.trees.tokens.size < both[1].batch.trees.tokens.size / 2
+    assert [it.trees_a_step(4) for it in both] == [1, 4] and [it.trees_a_step(6) for it in both] == [2, 6]
+    with jax.enable_x64(True):
+        model = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), tiny_model)
+        own = tiny_config.rope_table(96)
+
+        @jax.jit
+        @partial(jax.value_and_grad, argnums=2)
+        def loss(model, examples, factors):
+            inv_freq = own.inv_freq.astype(factors.dtype) / factors[:, None, None]
+            return answer_loss(model, examples, RopeTable(inv_freq, own.attention_scaling.astype(factors.dtype)))
+
+        shared, alone = (loss(model, it, jnp.array([1.0, 1.2, 1.5])) for it in both)
+        jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-9), shared, alone)
+        assert float(jnp.abs(alone[1]).max()) > 1e-2
+
+
+def test_search_with_shared_prompts_holds_whole_haystacks_back(guesser, tokenizer, tmp_path):
+    changes = {"num_pairs": 6, "key_length": 4, "limit": 7, "queries_per_haystack": 3, "minibatch_size": 12, "test_limit": 1}
+    settings = SearchSettings(**SMALL | changes | {"steps": 1, "uniform_candidates": 1}, output_path=tmp_path / "run")
+    history, result = run(settings, guesser, tokenizer)
+    # Questions of haystacks of 3, 3 and 1, with 3 prompts each: 2 would be held back, but one of them is of the second.
+    sizes = {name: result.factors.search[name] for name in ("prompts_a_step", "trees_a_step", "prompts_a_look")}
+    assert sizes == {"prompts_a_step": 12, "trees_a_step": 4, "prompts_a_look": 3}
+    assert [line["step"] for line in history] == [0, 1] and history[1]["fitness"] != history[0]["fitness"]
+
+
+DEVICES = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+import lpes_jax as lj
+import test_gradient as t
+from lpes_jax.mesh import make_mesh, put_model
+
+model, prompts = lj.load_model(sys.argv[1], "float32"), t.haystacks([3, 4, 3])
+trees = t.shared_trees(prompts, model.config, 4)
+train = t.Data([t.pack(prompts, np.linspace(0.1, 1, 10), trees)], jnp.arange(120, dtype=jnp.int32).reshape(3, 40))
+settings = t.SearchSettings(curve="free", min_factor=0.9, max_factor=1.2)
+space = t.search_space(settings, model.config, range(3))
+parameters, project, values = t.box_parameters(settings, space)
+apply = t.factors_applied(space, values, model.config.rope_table(96))
+sizes = t.GradientSettings(
+    minibatch_size=7, learning_rate=0.003, steps=3, look_every=3, text_weight=2.0, text_minibatch=2
+)
+
+def looks(mesh):
+    pieces = put_model(model, mesh), train, train, parameters, apply, project
+    return t.looks_of(pieces, sizes, penalty=lambda p: jnp.square(p["y"] - 1).mean())[0]
+
+for one, eight in zip(looks(make_mesh(devices=jax.devices()[:1])), looks(make_mesh()), strict=True):
+    assert len(eight.parameters["y"].devices()) == 1 and jax.device_count() == 8
+    np.testing.assert_allclose(eight.parameters["y"], one.parameters["y"], atol=1e-5)
+    np.testing.assert_allclose([*eight[1:3], *eight[3], *eight[4], eight.text_loss],
+                               [*one[1:3], *one[3], *one[4], one.text_loss], rtol=1e-4)
+assert float(jnp.abs(one.parameters["y"] - 1).min()) > 1e-3
+print("same")
+"""
+
+
+def test_eight_devices_descend_as_one(model_folder):
+    paths = f"{Path(__file__).parents[2]}{os.pathsep}{Path(__file__).parent}"
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
+    flags["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # compiles faster
+    command = [sys.executable, "-W", "error", "-c", DEVICES, str(model_folder)]
+    done = subprocess.run(command, env=os.environ | flags, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().endswith("same")
 
 
 def test_text_term_penalty_and_gate(pieces):

@@ -1,0 +1,114 @@
+"""Racing: the same searches with `--race` and without, on several seeds: what is found, and what it costs.
+
+    python experiments/bench_racing.py --model tiny-retriever --num-pairs 8 --limit 48 --test-limit 40 --seeds 0 1 2
+    python experiments/bench_racing.py --model LLAMA-2-7B --preset paper --limit 200 --test-limit 500 --algorithms ga cma_es
+
+Two searches of a seed have the same questions and the same random numbers. The genetic algorithm's are the same, individual for
+individual, until a race drops one by mistake: `parts at` is the first generation with another individual, and `mistakes` counts
+those dropped before that which would have become parents, by their fitness in the other search. p is the paired permutation
+test over the held-out questions of all seeds, of what the race found against what the other search found.
+
+Seconds are of the search, uniform factors included, without the held-out report. Compilation is among them: run it twice into
+two folders, and the second time is without.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from grid import GridFlags, figures, markdown_table, run_grid, run_script, scores, show_p, write_tables
+
+from lpes_jax.evaluation import environment
+from lpes_jax.statistics import paired_permutation_test
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(GridFlags):
+    """Which model, on what, which algorithms."""
+
+    output_path: Path = Path("runs/bench_racing")
+    preset: Literal["paper", "default", "quick"] = "quick"
+    algorithms: tuple[str, ...] = ("ga",)
+    """Which of them."""
+    fitness: Literal["accuracy", "log_likelihood"] = "accuracy"
+
+
+def main(s: Settings) -> None:
+    """Run the pairs of searches and write the table."""
+    cells = {
+        f"{name}/{'race' if race else 'whole'}/seed{seed}": s.search(algorithm=name, race=race, seed=seed)
+        for name in s.algorithms
+        for seed in s.seeds
+        for race in (False, True)
+    }
+    records, summary, rows = run_grid(cells, s), {}, []
+    for name in s.algorithms:
+        whole, race = ([records[f"{name}/{kind}/seed{seed}"] for seed in s.seeds] for kind in ("whole", "race"))
+        theirs, ours = (np.concatenate([scores(record) for record in of]) for of in (whole, race))
+        p = paired_permutation_test(ours, theirs)
+        each = [compared(*pair, parents=s.search().parents if name == "ga" else 0) for pair in zip(whole, race, strict=True)]
+        summary[name] = {"p": p, "seeds": each}
+        for kind in ("baseline", "whole", "race"):
+            mean = {key: float(np.mean([it[kind][key] for it in each])) for key in each[0][kind]}
+            summary[name][kind] = mean
+            cost = [f"{mean['prompts']:.0f}", f"{mean['seconds']:.0f}"] if kind != "baseline" else ["-", "-"]
+            fitness = f"{mean['fitness']:.4f}" if kind != "baseline" else "-"
+            rows.append([f"{name}, {kind}", f"{mean['held_out']:.2f}", show_p(p) if kind == "race" else "-", fitness, *cost])
+        saved = 1 - summary[name]["race"]["prompts"] / summary[name]["whole"]["prompts"]
+        of_seeds = "; ".join(f"seed {seed}: {told(it)}" for seed, it in zip(s.seeds, each, strict=True))
+        summary[name]["prompts_saved"] = saved
+        summary[name]["told"] = f"{name}: {saved:.1%} of the prompts saved. {of_seeds}.\n"
+    columns = ["search", "held-out accuracy", "p against whole", "fitness of best", "prompts scored", "seconds"]
+    about = s.describe("Figures are means over seeds.")
+    parts = [about, markdown_table(columns, rows), *(it["told"] for it in summary.values())]
+    write_tables(s, "Racing", parts, summary | {"machine": environment()})
+
+
+def compared(whole: dict[str, Any], race: dict[str, Any], parents: int) -> dict[str, Any]:
+    """What two searches of one seed found and cost, and where they part."""
+    found: dict[str, Any] = {"baseline": {"held_out": 100 * figures(whole, "baseline")["acc,none"]}}
+    for kind, record in (("whole", whole), ("race", race)):
+        search = record["factors"]["search"]
+        costs = {"prompts": search["prompts_scored"], "seconds": search["seconds"], "fitness": search["fitness_of_best"]}
+        found[kind] = {"held_out": 100 * figures(record)["acc,none"], **costs}
+    lines = list(zip(whole["history"], race["history"], strict=False))
+    parts = next((ours["generation"] for theirs, ours in lines if ours["factors"] != theirs["factors"]), None)
+    together = [pair for pair in lines if parts is None or pair[1]["generation"] < parts]
+    found |= {
+        "individuals": len(race["history"]),
+        "dropped": {str(share): sum(it.get("raced") == share for it in race["history"]) for share in shares(race)},
+        "same_best": whole["factors"]["factors"] == race["factors"]["factors"],
+        "parts_at": parts,
+    }
+    if parents:
+        found["mistakes"] = mistakes(together, parents)
+    return found
+
+
+def shares(race: dict[str, Any]) -> list[float]:
+    """Of the questions, those behind which something was dropped."""
+    return sorted({it["raced"] for it in race["history"] if "raced" in it})
+
+
+def mistakes(lines: list[tuple[dict[str, Any], dict[str, Any]]], parents: int) -> int:
+    """How many a race dropped whose fitness, as the search without has it, is above that of the worst of the next parents."""
+    count = 0
+    for theirs, ours in lines:
+        if "raced" in ours:
+            pool = sorted((it["fitness"] for it, _ in lines if it["generation"] <= ours["generation"]), reverse=True)
+            count += theirs["fitness"] > pool[parents - 1]
+    return count
+
+
+def told(it: dict[str, Any]) -> str:
+    """How two searches of one seed differ, in words."""
+    dropped = ", ".join(f"{count} at {float(share):.0%}" for share, count in it["dropped"].items()) or "none"
+    parts = "never part" if it["parts_at"] is None else f"part at generation {it['parts_at']}"
+    wrong = f", {it['mistakes']} by mistake" if "mistakes" in it else ""
+    same = "the same best" if it["same_best"] else "another best"
+    return f"of {it['individuals']} individuals dropped {dropped}{wrong}; they {parts}, {same}"
+
+
+if __name__ == "__main__":
+    run_script(Settings, main, __doc__)

@@ -1,0 +1,165 @@
+"""One generation of the paper's search by the command, in GPU-seconds: 20 new individuals x 200 questions x 3 positions.
+
+    python experiments/bench_search.py --shape llama-2-7b --data nq-open-oracle.jsonl.gz
+
+A model of the shape with random weights, and the tokenizer of --tokenizer, is written to --folder first (13.5 GB for a 7B
+shape); what is there is used again. Then `python -m lpes_jax.search` runs on prompts of 10 documents. Its wall clock, from the
+start of the process to its end, times the number of GPUs is the figure: loading, tokenising, compiling, host time and writing
+are in it, and the prompts of one uniform factor and of one held-out question.
+
+The paper's Table 10 has four rows; the other three are timed here, after compilation: the factors of 20 individuals from their
+curves, and the GA's mutations and crossovers (`ask` with the one and the other alone).
+"""
+
+import os
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the search needs the memory
+
+import json  # noqa: E402
+import subprocess  # noqa: E402
+import sys  # noqa: E402
+import time  # noqa: E402
+from collections.abc import Callable  # noqa: E402
+from dataclasses import dataclass, replace  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any, Literal  # noqa: E402
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+import tyro  # noqa: E402
+from grid import markdown_table  # noqa: E402
+from table05_latency import config_of, random_model  # noqa: E402
+
+from lpes_jax.curves import bezier  # noqa: E402
+from lpes_jax.factors import write_json  # noqa: E402
+from lpes_jax.models.llama import load_tokenizer  # noqa: E402
+from lpes_jax.models.llama.checkpoint import save_llama  # noqa: E402
+from lpes_jax.provenance import environment  # noqa: E402
+from lpes_jax.search.genetic import GeneticSettings, PaperGA  # noqa: E402
+
+PAPER = {"factors from curves": 5.2, "mutation": 4.5, "crossover": 2.3, "inference": 1167.4}  # seconds on 4 H100s
+PAPER_GPUS = 4
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Which sizes, on what."""
+
+    data: Path
+    """nq-open-oracle.jsonl.gz."""
+    shape: Literal["llama-2-7b", "llama-2-13b", "qwen2.5-7b"] = "llama-2-7b"
+    tokenizer: str = "smollm2-135m-instruct"
+    """A model whose tokenizer the random one gets; it has as many rows of the embedding as that has ids."""
+    folder: Path = Path("runs/bench_search")
+    """Of the model, the run and the figures."""
+    individuals: int = 20
+    limit: int = 200
+    """Questions, each at three positions."""
+    num_documents: int = 10
+    layers: int | None = None
+    """Fewer layers than the shape has, to try this out."""
+    search_flags: str = ""
+    """More flags for the search, in one string."""
+
+
+def main(s: Settings) -> None:
+    """Write the model in a process of its own, which leaves the GPU's memory to the search, then time the search."""
+    model = s.folder / s.shape
+    if not (model / "config.json").exists():
+        subprocess.run(
+            [sys.executable, __file__, "--write-model", str(model), s.shape, s.tokenizer, str(s.layers or 0)], check=True
+        )
+    run = s.folder / "run"
+    sizes = {"limit": s.limit, "population-size": s.individuals, "generations": 0, "uniform-candidates": 1, "test-limit": 1}
+    task = {"task": "mdqa", "data": s.data, "distractors": "random", "num-documents": s.num_documents, "metrics": "prefix"}
+    flags = {"model": model, "preset": "paper", "output-path": run, "parents": min(12, s.individuals), **sizes, **task}
+    command = [
+        sys.executable,
+        "-m",
+        "lpes_jax.search",
+        *(str(it) for name, value in flags.items() for it in (f"--{name}", value)),
+    ]
+    start = time.perf_counter()
+    of_search = {name: value for name, value in os.environ.items() if name != "XLA_PYTHON_CLIENT_PREALLOCATE"}
+    subprocess.run([*command, *s.search_flags.split()], check=True, env=of_search)
+    seconds = time.perf_counter() - start
+    operations = time_operations(num_layers(model), s.individuals)
+    gpus = len(jax.devices())
+    search = json.loads((run / "factors.json").read_text(encoding="utf-8"))["search"]
+    prompts = s.individuals * s.limit * 3
+    record = {
+        "shape": s.shape,
+        "prompts": prompts,
+        "command_seconds": seconds,
+        "search_seconds": search["seconds"],
+        "gpus": gpus,
+        "gpu_seconds": seconds * gpus,
+        "operations": operations,
+        "paper": PAPER | {"gpus": PAPER_GPUS},
+        **environment(),
+    }
+    rows = [[name, f"{1e3 * value:.2f} ms", f"{PAPER[name]:.1f} s"] for name, value in operations.items()]
+    rows += [
+        [
+            "inference, and all else of the command",
+            f"{seconds:.0f} s x {gpus} GPU",
+            f"{PAPER['inference']:.0f} s x {PAPER_GPUS} GPUs",
+        ],
+        ["GPU-seconds", f"{seconds * gpus:.0f}", f"{PAPER['inference'] * PAPER_GPUS:,.0f}"],
+        [
+            "milliseconds a prompt and GPU",
+            f"{1e3 * seconds * gpus / prompts:.1f}",
+            f"{1e3 * PAPER['inference'] * PAPER_GPUS / 12000:.0f}",
+        ],
+    ]
+    print(record["devices"], record["versions"])
+    print(markdown_table([f"{s.individuals} individuals x {s.limit} questions x 3", "ours", "paper"], rows))
+    write_json(s.folder / "bench_search.json", record)
+
+
+def num_layers(model: Path) -> int:
+    """Of a model's folder."""
+    return int(json.loads((model / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"])
+
+
+def time_operations(layers: int, individuals: int) -> dict[str, float]:
+    """Seconds of Table 10's first three rows, after compilation."""
+    key, settings = jax.random.key(0), GeneticSettings(num_layers=layers)
+    ga = PaperGA(settings)
+    genes, _ = ga.initial_population(key, ga.default_params)
+    genes = np.asarray(genes)[:individuals]
+    at_layers = jax.jit(jax.vmap(lambda points: bezier(points, layers)))
+    seconds = {"factors from curves": median(lambda: at_layers(ga.control_points(genes)))}
+    for name, only in (("mutation", {"crossovers": 0}), ("crossover", {"mutations": 0})):
+        ga = PaperGA(replace(settings, **only))
+        params = ga.default_params
+        population, _ = ga.initial_population(key, params)
+        state = ga.init(key, population, jax.random.normal(key, (len(population),)), params)
+        seconds[name] = median(lambda ga=ga, state=state, params=params: ga.ask(key, state, params))
+    return seconds
+
+
+def median(run: Callable[[], Any], rounds: int = 20) -> float:
+    """Seconds of a run, the median, after one that does not count."""
+    seconds = []
+    for _ in range(rounds + 1):
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        seconds.append(time.perf_counter() - start)
+    return float(np.median(seconds[1:]))
+
+
+def write_model(folder: Path, shape: Literal["llama-2-7b", "llama-2-13b", "qwen2.5-7b"], tokenizer: str, layers: int) -> None:
+    """Random weights of the shape in bfloat16, in Hugging Face layout, with a tokenizer."""
+    ids = load_tokenizer(tokenizer)
+    config = replace(config_of(shape), vocab_size=len(ids))
+    save_llama(random_model(replace(config, num_layers=layers) if layers else config, 0, "bfloat16"), folder)
+    ids.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--write-model"]:
+        path, shape, tokenizer, layers = sys.argv[2:]
+        write_model(Path(path), shape, tokenizer, int(layers))  # pyright: ignore[reportArgumentType]
+    else:
+        main(tyro.cli(Settings, description=__doc__))

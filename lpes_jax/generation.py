@@ -1,0 +1,125 @@
+"""Greedy continuations of prompts, and scores of individuals by the text that they generate.
+
+On a mesh, a batch of prompts is spread over the population axis: see `lpes_jax.mesh`.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from lpes_jax.memory import out_of_memory, tokens_that_fit, tokens_worth_it
+from lpes_jax.mesh import least, mesh_of, to_host
+from lpes_jax.models.llama.generate import greedy
+from lpes_jax.models.llama.method import Method, of_table
+from lpes_jax.models.llama.model import Llama, check_ids
+from lpes_jax.prefixes import padded, round_up
+from lpes_jax.rope import Granularity
+from lpes_jax.scoring import Scores
+from lpes_jax.tasks.prompts import Prompt, encode
+
+
+class GeneratedScorer:
+    """Scores individuals one by one on the text that they generate: the task's own metric, `score(output, prompt)` in [0, 1].
+
+    `correct` is that figure; `log_likelihood` is 0, nothing is teacher-forced.
+    """
+
+    compilations = 0
+    individuals_at_once = 1
+
+    def __init__(
+        self,
+        model: Llama,
+        tokenizer: Any,
+        prompts: Sequence[Prompt],
+        score: Callable[[str, Prompt], float],
+        *,
+        max_new_tokens: int,
+        stop_ids: Sequence[int],
+        batch_size: int | None = None,
+    ):
+        self._model, self._tokenizer, self._prompts, self._score = model, tokenizer, prompts, score
+        self._ids = [prompt.ids for prompt in encode(prompts, tokenizer, model.config.max_position_embeddings)]
+        self._settings = {"max_new_tokens": max_new_tokens, "stop": stop_ids, "batch_size": batch_size}
+        self.num_prompts = len(prompts)
+        self.answer_tokens = np.ones(len(prompts), int)
+
+    def __call__(
+        self,
+        factors: Float[np.ndarray, "P ..."],
+        granularity: Granularity = "layer",
+        on_prompts: Callable[[int], None] = lambda count: None,
+    ) -> Scores:
+        """As `Scorer`'s."""
+        rows = []
+        for individual in factors:
+            ids = generate_ids(
+                self._model, self._ids, factors=individual, granularity=granularity, on_prompts=on_prompts, **self._settings
+            )
+            outputs = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
+            rows.append([self._score(output, prompt) for output, prompt in zip(outputs, self._prompts, strict=True)])
+        scores = np.array(rows, np.float32).reshape(len(factors), self.num_prompts)
+        return Scores(scores, np.zeros_like(scores))
+
+
+def generate_ids(
+    model: Llama,
+    prompts: Sequence[Sequence[int]],
+    *,
+    factors: Float[np.ndarray, "..."] | None = None,
+    granularity: Granularity = "layer",
+    make_method: Callable[[int], Method] | None = None,
+    max_new_tokens: int = 100,
+    stop: Sequence[int] = (),
+    keep_stop: bool = False,
+    batch_size: int | None = None,
+    on_prompts: Callable[[int], None] = lambda count: None,
+) -> list[list[int]]:
+    """Greedy continuations of token ids, in the order of the prompts, each cut before the first id of `stop` (or behind it).
+
+    By the model with `factors`, or by the method that `make_method` makes for a length in tokens. `batch_size` is prompts a
+    pass and device.
+    """
+    check_ids(model, prompts)
+    longest = max(len(ids) for ids in prompts)
+    if make_method is None:
+        scaled = None if factors is None else jnp.asarray(factors, jnp.float32)
+        method = of_table(model.config.rope_table(longest + max_new_tokens, scaled, granularity))
+    else:
+        method = make_method(longest + max_new_tokens)
+    longest = round_up(longest)
+    whole = longest + max_new_tokens
+    mesh = mesh_of(model)
+    places = 1 if mesh is None else mesh.shape["population"]
+    at_once = min(tokens_that_fit(model, whole, 1, cached=True), tokens_worth_it(whole)) // whole // len(method.tables.inv_freq)
+    of_device = batch_size or max(1, min(math.ceil(len(prompts) / places), at_once))
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    outputs: list[list[int]] = [[] for _ in prompts]
+    ends = frozenset(stop)
+    start = 0
+    while start < len(order):
+        size = of_device * places
+        at = order[start : start + size]
+        chosen = [list(prompts[i]) for i in at]
+        padding = [chosen[0]] * (size - len(chosen))  # the last batch is as large as the others: one compilation
+        tokens, lengths = (jnp.asarray(array) for array in padded(chosen + padding, round_up(len(chosen[-1]))))
+        new = None
+        try:
+            new = greedy(model, tokens, lengths, method, jnp.array(stop, jnp.int32), max_new_tokens).block_until_ready()
+        except jax.errors.JaxRuntimeError as error:
+            if of_device == 1 or not out_of_memory(error):
+                raise
+        if not least(int(new is not None)) or new is None:
+            of_device = math.ceil(of_device / 2)
+            continue
+        for i, ids in zip(at, to_host(new).tolist(), strict=False):
+            end = next((n for n, token in enumerate(ids) if token in ends), len(ids))
+            outputs[i] = ids[: end + keep_stop]
+        start += len(at)
+        on_prompts(len(at))
+    return outputs

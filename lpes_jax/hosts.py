@@ -1,0 +1,322 @@
+"""Several processes as one: a search or an evaluation over the devices of many hosts, by `jax.distributed`.
+
+    python -m lpes_jax.search ... --coordinator-address HOST:PORT --num-processes 2 --process-id 0     # on HOST
+    python -m lpes_jax.search ... --coordinator-address HOST:PORT --num-processes 2 --process-id 1     # on the other
+    srun python -m lpes_jax.search ... --distributed      # where JAX knows the cluster: SLURM, Open MPI, ...
+
+Every process runs the same program on the same settings, makes the same decisions, and evaluates its part on its devices.
+Process 0 alone reads and writes the run folder, and prints; what it has read the others get from it, so they need no file
+system in common for that. Model and data each process reads itself, and `check_alike` sees that they are the same.
+
+Nobody waits for one who will not come. All processes keep a connection to process 0 (besides JAX's own), on which they say
+that they are done or why they failed. Who fails, or is killed, ends all of them, with the reason on process 0's stderr and an
+exit code that says the same everywhere. A host that vanishes is noticed in half a minute, by TCP's keepalive or by JAX.
+
+With one process, all of this does nothing.
+"""
+
+import os
+import pickle
+import re
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Listener, wait
+from typing import Any, NoReturn, TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from lpes_jax.errors import UserError
+
+_HEARTBEAT = 40  # seconds without a sign of life after which JAX gives a process up
+_KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # seconds, seconds, times
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class HostFlags:
+    """Several processes, on one host or many; each is started with the same flags, but for --process-id."""
+
+    coordinator_address: str | None = None
+    """HOST:PORT by which all reach process 0; any free port of its host."""
+    num_processes: int | None = None
+    """How many there are."""
+    process_id: int | None = None
+    """Which of them this is, from 0, which writes the files and prints."""
+    distributed: bool = False
+    """In place of these three: what JAX finds in a cluster's environment (SLURM, Open MPI, ...)."""
+    start_timeout: int = 300
+    """Seconds to wait at the start until all are there."""
+
+
+def start(flags: HostFlags) -> None:
+    """Meet the other processes, if the flags name any. Before anything that makes JAX look for its devices.
+
+    Raises UserError for flags that cannot be, or devices that are not as many in each process; where the others do not come
+    the process ends, with exit code 2. Processes but the first print no more, but for errors.
+    """
+    global _company
+    many = check(flags)
+    if not many:
+        return
+    # JAX's preemption service would take SIGTERM for itself.
+    jax.config.update("jax_enable_preemption_service", False)
+    # JAX ends a process that waited in vain by abort(), with a stack trace.
+    late = threading.Timer(flags.start_timeout, _too_late, [flags])
+    late.daemon = True
+    late.start()
+    try:
+        jax.distributed.initialize(
+            flags.coordinator_address,
+            flags.num_processes,
+            flags.process_id,
+            cluster_detection_method=None if flags.distributed else "deactivate",
+            initialization_timeout=flags.start_timeout + 60,
+            heartbeat_timeout_seconds=_HEARTBEAT,
+        )
+    except (ValueError, RuntimeError) as error:
+        if flags.distributed:
+            way_out = "give --coordinator-address, --num-processes and --process-id"
+            raise UserError(f"--distributed: JAX finds no cluster's environment here ({error}); {way_out}") from error
+        raise UserError(f"--coordinator-address {flags.coordinator_address}: {error}; is the port free?") from error
+    if jax.process_count() > 1:
+        devices = Counter(device.process_index for device in jax.devices())
+        if len(set(devices.values())) > 1 or len(devices) < jax.process_count():
+            each = ", ".join(str(devices[process]) for process in range(jax.process_count()))
+            raise UserError(f"the processes have not all as many devices: {each}; give each as many (CUDA_VISIBLE_DEVICES)")
+        host = (flags.coordinator_address or "").rpartition(":")[0]
+        _company = _First(host or socket.gethostname()) if is_first() else _Other()
+        if not is_first():
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            sys.stderr = sys.stdout
+    late.cancel()
+
+
+def check(flags: HostFlags) -> bool:
+    """Do the flags name other processes? Raises UserError where they clash."""
+    three = {name: getattr(flags, name) for name in ("coordinator_address", "num_processes", "process_id")}
+    missing = ["--" + name.replace("_", "-") for name, value in three.items() if value is None]
+    count, address = flags.num_processes or 0, flags.coordinator_address or ""
+    if flags.start_timeout < 1:
+        raise UserError(f"--start-timeout must be at least 1 second, got {flags.start_timeout}")
+    if flags.distributed and len(missing) < 3:
+        raise UserError("--distributed finds the processes by itself; leave out --coordinator-address and what goes with it")
+    if 0 < len(missing) < 3:
+        raise UserError(f"--coordinator-address, --num-processes and --process-id go together; add {' and '.join(missing)}")
+    if not missing:
+        if count < 1:
+            raise UserError(f"--num-processes must be at least 1, got {count}")
+        if not 0 <= (flags.process_id or 0) < count:
+            raise UserError(f"--process-id {flags.process_id}: {count} processes have ids from 0 to {count - 1}")
+        match = re.fullmatch(r"[^:\s]+:(\d{1,5})", address)
+        if match is None or not 0 < int(match[1]) < 65536:
+            raise UserError(f"--coordinator-address {address!r} is not HOST:PORT (a name or an IPv4 address), say node1:8476")
+    return flags.distributed or not missing
+
+
+def is_first() -> bool:
+    """Is this the process that reads and writes the run folder? With one process, always."""
+    return jax.process_count() == 1 or jax.process_index() == 0
+
+
+def from_first(read: Callable[[], Value]) -> Value:
+    """What `read` returns in the first process, or the UserError that it raises there, in all of them."""
+    if jax.process_count() == 1:
+        return read()
+    found: tuple[Any, str | None] = None, None
+    if is_first():
+        try:
+            found = read(), None
+        except UserError as error:
+            found = None, str(error)
+    value, error = pickle.loads(_broadcast(pickle.dumps(found)))
+    if error is not None:
+        raise UserError(error)
+    return value
+
+
+def gather(value: Value) -> list[Value]:
+    """What each process gives, in all of them, by process. All call it, in the same order."""
+    if jax.process_count() == 1:
+        return [value]
+    data = np.frombuffer(pickle.dumps(value), np.uint8)
+    sizes = multihost_utils.process_allgather(np.array([len(data)], np.int32))[:, 0]
+    rows = multihost_utils.process_allgather(np.pad(data, (0, _padded(sizes.max()) - len(data))))
+    return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+
+def check_alike(record: dict[str, Any], way_out: str = "start all with the same flags, model, data and program") -> None:
+    """Raise UserError, in all processes, where one has another record than the first. The names of `record` are told."""
+    records = gather(record)
+    for process, other in enumerate(records):
+        if names := [name for name in {**records[0], **other} if records[0].get(name) != other.get(name)]:
+            values = ", ".join(f"{name} {other.get(name)!r} (the first: {records[0].get(name)!r})" for name in names[:3])
+            raise UserError(f"process {process} has {values}; {way_out}")
+
+
+def leave(code: int, line: str) -> int:
+    """Say on stderr why this process fails; the exit code. Where there are others this ends all of them, and never returns."""
+    if _company is not None:
+        _company.fail(code, line)
+    print(line, file=sys.stderr)
+    return code
+
+
+def finish() -> None:
+    """Wait until all have done their work, and part: nobody counts as lost from here on."""
+    global _company
+    if _company is not None:
+        _company.finish()
+        _company = None
+        jax.distributed.shutdown()
+
+
+def in_company() -> bool:
+    """Does this process's failure have to end others?"""
+    return _company is not None
+
+
+def _broadcast(data: bytes) -> bytes:
+    size = int(multihost_utils.broadcast_one_to_all(np.array([len(data)], np.int32))[0])
+    padded = np.zeros(_padded(size), np.uint8)
+    if is_first():
+        padded[:size] = np.frombuffer(data, np.uint8)
+    return multihost_utils.broadcast_one_to_all(padded)[:size].tobytes()
+
+
+def _padded(size: int) -> int:
+    return 1 << (max(int(size), 1024) - 1).bit_length()  # few shapes: each is compiled
+
+
+def _too_late(flags: HostFlags) -> None:
+    where = f"--coordinator-address {flags.coordinator_address}" if flags.coordinator_address else "--distributed"
+    many = f"the {flags.num_processes} processes" if flags.num_processes else "the processes"
+    line = (
+        f"error: {where}: {many} did not all meet there in {flags.start_timeout} s; start each of them, with one address and an"
+    )
+    _end(2, f"{line} id of its own, and see that no firewall is between them (--start-timeout waits longer)")
+
+
+def _end(code: int, line: str = "") -> NoReturn:
+    """End this process whatever its other threads are doing: they may wait for a process that is gone."""
+    if line:
+        os.write(2, f"{line}\n".encode())
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+    os._exit(code)
+
+
+def _lost(process: int) -> str:
+    return (
+        f"error: process {process} is gone (killed, or its host or network is down), so all end; "
+        "start them again, a search with --resume: it goes on from what was scored"
+    )
+
+
+class _First:
+    """Process 0's end of the connections."""
+
+    def __init__(self, host: str):
+        key = secrets.token_bytes(32)
+        with Listener(("", 0), "AF_INET", backlog=jax.process_count(), authkey=key) as listener:
+            from_first(lambda: (host, listener.address[1], key))
+            self._others: dict[int, Any] = {}  # connections by process
+            while len(self._others) < jax.process_count() - 1:
+                with suppress(AuthenticationError, OSError, EOFError):  # a stranger
+                    connection = listener.accept()
+                    self._others[connection.recv()] = _kept_alive(connection)
+        self._ending, self._all_done = threading.Lock(), threading.Event()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def fail(self, code: int, line: str) -> NoReturn:
+        self._ending.acquire()  # for good: one reason is enough
+        for connection in self._others.values():
+            with suppress(OSError):
+                connection.send(code)
+        for connection in self._others.values():  # JAX aborts those that find its coordinator, this process, gone
+            with suppress(OSError, EOFError):
+                while connection.poll(5):
+                    connection.recv()
+        _end(code, line)
+
+    def finish(self) -> None:
+        self._all_done.wait()
+        for connection in self._others.values():
+            with suppress(OSError):
+                connection.send(0)
+
+    def _listen(self) -> None:
+        names: dict[Any, int] = {connection: process for process, connection in self._others.items()}
+        while names:
+            connection: Any
+            for connection in wait(list(names)):
+                process = names[connection]
+                try:
+                    code, line = connection.recv()
+                except (OSError, EOFError):
+                    self.fail(1, _lost(process))
+                if code:
+                    time.sleep(1)  # this process may be about to say the same
+                    self.fail(code, f"process {process}: {line}")
+                del names[connection]
+        self._all_done.set()
+
+
+class _Other:
+    """The end of any other process."""
+
+    def __init__(self):
+        host, port, key = from_first(lambda: ("", 0, b""))
+        try:
+            self._first = _kept_alive(Client((host, port), "AF_INET", authkey=key))
+        except OSError as error:
+            raise UserError(
+                f"process 0 cannot be reached at {host}:{port} ({error.strerror}); is a firewall between?"
+            ) from error
+        self._first.send(jax.process_index())
+        self._code, self._finished = None, threading.Event()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def fail(self, code: int, line: str) -> NoReturn:
+        self._code = code
+        try:
+            self._first.send((code, line))
+        except OSError:
+            _end(code, line)
+        time.sleep(30)  # process 0 says it, and ends this one
+        _end(code, line)
+
+    def finish(self) -> None:
+        self._first.send((0, ""))
+        self._finished.wait()
+
+    def _listen(self) -> None:
+        try:
+            code = self._first.recv()
+        except (OSError, EOFError):
+            _end(self._code or 1, "" if self._code else _lost(0))
+        if code:
+            _end(code)
+        self._finished.set()
+
+
+_company: _First | _Other | None = None
+
+
+def _kept_alive(connection: Any) -> Any:
+    """The same, with TCP asking whether the other end is there still, also where nothing is sent."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as link:
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE.items():
+            if hasattr(socket, name):  # Linux
+                link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return connection

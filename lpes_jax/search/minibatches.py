@@ -1,0 +1,195 @@
+"""What a gradient descent learns from: prompts in trees, windows of plain text, and minibatches of both.
+
+Prompts that are alike but for their ends, as several questions about the same pairs, are read as one tree (`shared_trees`), and
+a step takes whole trees: as many as hold about `minibatch_size` prompts. The loss of given prompts is the same; which prompts
+meet in a step is not. With g the part of the variance of a prompt's gradient that its haystack has, a step of k trees of m
+prompts has a variance of (g + (1 - g) / m) / k, at the cost of k prompts and k m ends. With g = 0.1 (0.00 and 0.07 either way
+measured with the bundled model) and ends of 5 %, 5 trees of 5 have 1.3 times the variance of 24 prompts of as many haystacks
+at a quarter of the cost, and 2 trees of 12 have 2.1 times at an eighth. As the variance bounds the learning rate too, a tree
+has a quarter of a minibatch at most: four trees a step or more (two or more, for minibatches below 16). The prompts of a
+question follow each other in a tree, so that all positions are about as often in it. Where trees would not halve the cost, as
+with pairs of their own for each question, each prompt is a tree, as it is where prompts are drawn by weight.
+
+With several devices each has a part of a minibatch, filled up with trees and windows that count for nothing: see `spread`.
+
+Letters: N prompts, B trees, P prompts of a tree, R rows of a prompt (its admitted answers), W windows of text, T tokens.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array, Bool, Float, Int
+
+from lpes_jax.mesh import BY_POPULATION, put
+from lpes_jax.models.llama.config import LlamaConfig
+from lpes_jax.prefixes import Costs, SharedBatch, families, pack_trees, tree_of
+from lpes_jax.tasks.prompts import EncodedPrompt
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Examples:
+    """Prompts of one task in trees, R rows a prompt, of which `is_row` are answers of its own; all that is alike is shared.
+
+    Where a tree has fewer than P prompts, the others have the weight 0 and log p = 0.
+    """
+
+    batch: SharedBatch
+    is_row: Bool[Array, "B P R"]
+    weights: Float[Array, "B P"]
+
+    @property
+    def is_prompt(self) -> Bool[Array, "B P"]:
+        return self.batch.is_answer.any(axis=2).reshape(self.is_row.shape).any(axis=2)
+
+    def trees_a_step(self, minibatch_size: int) -> int:
+        """How many trees have about so many prompts; at least one, and at most all."""
+        trees = len(self.weights)
+        return min(trees, max(1, round(minibatch_size * trees / int(self.is_prompt.sum()))))
+
+    def __getitem__(self, at: Int[Array, "n"]) -> "Examples":
+        return Examples(jax.tree.map(lambda leaf: leaf[at], self.batch), self.is_row[at], self.weights[at])
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a descent learns from, or looks at: prompts of each task, and windows of plain text (None: no text)."""
+
+    tasks: Sequence[Examples]
+    text: Int[Array, "W T"] | None = None
+
+
+class Windows(NamedTuple):
+    """Plain text of a minibatch. `counts`: those that are not there to fill it up; None: all."""
+
+    tokens: Int[Array, "W T"]
+    counts: Bool[Array, "W"] | None = None
+
+
+def sizes(train: Data, held_back: Data, minibatch_size: int) -> dict[str, float]:
+    """For the record: prompts (a mean) and trees of a step, and prompts of a look, of all tasks together."""
+    trees = [it.trees_a_step(minibatch_size) for it in train.tasks]
+    prompts = [number * int(it.is_prompt.sum()) / len(it.weights) for number, it in zip(trees, train.tasks, strict=True)]
+    held = sum(int(it.is_prompt.sum()) for it in held_back.tasks)
+    return {"prompts_a_step": sum(prompts), "trees_a_step": sum(trees), "prompts_a_look": held}
+
+
+def shared_trees(prompts: Sequence[EncodedPrompt], config: LlamaConfig, most: int) -> list[list[int]]:
+    """The prompts of each tree, `most` at most: those that are alike, in trees of equal size, in their order.
+
+    Each prompt alone where that, all trees padded to the largest, would cost more than half as much.
+    """
+    rows = [(prompt.ids, prompt.answers[0]) for prompt in prompts]
+    cut = [part.tolist() for it in families(rows) for part in np.array_split(it, math.ceil(len(it) / max(1, most)))]
+    alone = [[at] for at in range(len(rows))]
+
+    def cost(trees: list[list[int]]) -> float:
+        prefix, branches = (max(widths) for widths in zip(*(tree_of(rows, it).shape for it in trees), strict=True))
+        return len(trees) * Costs.of(config, jax.default_backend()).tree(prefix, branches)
+
+    return cut if len(cut) < len(alone) and cost(cut) <= cost(alone) / 2 else alone
+
+
+def prompts_of_a_tree(minibatch_size: int) -> int:
+    """At most so many: see above."""
+    return max(minibatch_size // 4, min(minibatch_size // 2, 4))
+
+
+def pack(
+    prompts: Sequence[EncodedPrompt],
+    weights: Sequence[float],
+    trees: Sequence[Sequence[int]] | None = None,
+    *,
+    most_answers: int = 2,
+) -> Examples:
+    """All trees (indices of prompts; None: each prompt alone) padded to one shape.
+
+    Every prompt has as many rows as the one with the most answers, `most_answers` at most: a single question with thirteen
+    admitted answers, as there is one in lost-in-the-middle's file, must not make all others dearer. The first answers are the
+    usual ones.
+    """
+    admitted = [prompt.answers[:most_answers] for prompt in prompts]
+    most = max(map(len, admitted))
+    rows = [
+        (prompt.ids, answer)
+        for prompt, answers in zip(prompts, admitted, strict=True)
+        for answer in answers + [answers[0]] * (most - len(answers))
+    ]
+    of_trees = [[at] for at in range(len(prompts))] if trees is None else trees
+    is_row = np.zeros((len(of_trees), max(map(len, of_trees)), most), bool)
+    is_row[:, :, 0] = True  # also where there is no prompt: log p = 0, and not NaN
+    of_prompts, in_order = np.zeros(is_row.shape[:2], np.float32), []
+    for b, tree in enumerate(of_trees):
+        wanted = [at * most + r for at in tree for r in range(most)]
+        written = tree_of(rows, wanted)
+        where = dict(zip(written.rows, written.at, strict=True))
+        in_order.append(replace(written, rows=wanted, at=[where[row] for row in wanted]))
+        for p, at in enumerate(tree):
+            is_row[b, p, : len(admitted[at])], of_prompts[b, p] = True, weights[at]
+    return Examples(pack_trees(in_order, rows), jnp.asarray(is_row), jnp.asarray(of_prompts))
+
+
+def draws(
+    train: Data, *, minibatch_size: int, text_minibatch: int, by_weight: bool, seed: int
+) -> Iterator[tuple[list[Examples], Windows | None]]:
+    """Minibatches of each task, and of the text, without end."""
+    of_tasks = [
+        _minibatches(
+            len(it.weights),
+            it.trees_a_step(minibatch_size),
+            seed + at,
+            np.asarray(it.weights.sum(axis=1), np.float64) if by_weight else None,
+        )
+        for at, it in enumerate(train.tasks)
+    ]
+    text = train.text
+    of_text = None if text is None else _minibatches(len(text), text_minibatch, seed + len(of_tasks))
+    while True:
+        tasks = [examples[jnp.asarray(next(at))] for examples, at in zip(train.tasks, of_tasks, strict=True)]
+        yield tasks, None if of_text is None or text is None else Windows(text[jnp.asarray(next(of_text))])
+
+
+def spread(minibatch: tuple[list[Examples], Windows | None], mesh: Mesh) -> tuple[list[Examples], Windows | None]:
+    """A minibatch on a mesh, each place of the population axis with as many trees, and as many windows.
+
+    Trees that fill it up are copies of the first without weight or answers, and windows such that do not count.
+    """
+
+    def filled(count: int) -> tuple[Int[Array, "n"], Bool[Array, "n"]]:
+        at = np.arange(-(-count // mesh.shape["population"]) * mesh.shape["population"], dtype=np.int32)
+        return jnp.asarray(np.where(at < count, at, 0)), jnp.asarray(at < count)
+
+    tasks, text = [], minibatch[1]
+    for examples in minibatch[0]:
+        at, counts = filled(len(examples.weights))
+        copied = examples[at]
+        batch = replace(copied.batch, is_answer=copied.batch.is_answer & counts[:, None, None])
+        tasks.append(Examples(batch, copied.is_row, jnp.where(counts[:, None], copied.weights, 0)))
+    if text is not None:
+        at, counts = filled(len(text.tokens))
+        text = Windows(text.tokens[at], counts)
+    return put((tasks, text), NamedSharding(mesh, BY_POPULATION))
+
+
+def _minibatches(
+    count: int, size: int, seed: int, weights: Float[np.ndarray, "count"] | None = None
+) -> Iterator[Int[np.ndarray, "size"]]:
+    """Indices of minibatches without end: drawn by weight, or in epochs.
+
+    Each epoch is a new permutation, its short rest begins the next one.
+    """
+    rng, left = np.random.default_rng(seed), np.empty(0, np.int32)
+    size = min(size, count)
+    while weights is not None:
+        yield rng.choice(count, size, replace=False, p=weights / weights.sum()).astype(np.int32)
+    while True:
+        if len(left) < size:
+            left = np.concatenate([left, rng.permutation(count).astype(np.int32)])
+        yield left[:size]
+        left = left[size:]

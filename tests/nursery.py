@@ -1,0 +1,117 @@
+"""Searches in processes of their own that start in a second: for tests of what happens to processes.
+
+A nursery has imported everything but lpes_jax and forks a process for each search: a start costs a second and not five.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+NURSERY = """
+import json, os, resource, sys, traceback
+import flax.nnx, gguf, jax, jinja2, matplotlib.backends.backend_agg, matplotlib.backends.backend_svg, matplotlib.figure
+import optax, rich.progress, safetensors.numpy, tokenizers, transformers, tyro
+from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
+
+for line in sys.stdin:
+    job = json.loads(line)
+    if "wait" in job:
+        print(os.waitstatus_to_exitcode(os.waitpid(job["wait"], 0)[1]), flush=True)
+        continue
+    if child := os.fork():
+        print(child, flush=True)
+        continue
+    code = 1
+    try:
+        os.environ |= job["environment"]
+        log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1), os.dup2(log, 2)
+        if job["most_bytes"]:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (job["most_bytes"],) * 2)
+        exec(job["program"], {"arguments": job["arguments"]})
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+"""
+SEARCH = "from lpes_jax.search.__main__ import main; raise SystemExit(main(arguments))"
+SMALL = [
+    *("--num-pairs", 3, "--key-length", 1, "--limit", 4, "--test-limit", 2, "--uniform-candidates", 3),
+    *("--population-chunk", 1, "--batch-size", 4, "--search-positions", 0, 100, "--weights", 0.5, 0.5, "--positions", 0, 100),
+]
+ALGORITHMS = {
+    "ga": (
+        *("--control-points", 3, "--population-size", 6, "--parents", 3, "--mutations", 4, "--crossovers", 1),
+        *("--generations", 6),
+    ),
+    "cma_es": ("--control-points", 3, "--population-size", 6, "--max-evaluations", 30),
+    "gradient": ("--curve", "free", "--steps", 24, "--look-every", 1, "--minibatch-size", 4),
+}
+
+
+class Nursery:
+    """Starts searches; of each it knows the pid and where its output goes."""
+
+    def __init__(self, model: Path, folder: Path):
+        self.folder, self.model = folder, model
+        cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        cache |= {"JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", NURSERY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | cache
+        )
+
+    def start(self, run: Path, algorithm: str, *more: object, most_bytes: int = 0, **environment: str) -> int:
+        flags = ["--model", self.model, "--algorithm", algorithm, *SMALL, *ALGORITHMS[algorithm], "--output-path", run, *more]
+        return self.run(SEARCH, Path(f"{run}.log"), *flags, most_bytes=most_bytes, **environment)
+
+    def run(self, program: str, log: Path, *arguments: object, most_bytes: int = 0, **environment: str) -> int:
+        """Start Python code, which sees `arguments`."""
+        job = {"program": program, "arguments": list(map(str, arguments)), "log": str(log), "most_bytes": most_bytes}
+        return self._ask(job | {"environment": environment})
+
+    def wait(self, pid: int) -> int:
+        """The exit code; minus the signal's number for one that was killed."""
+        return self._ask({"wait": pid})
+
+    def search(self, run: Path, algorithm: str, *more: object, **rest: int | str) -> int:
+        return self.wait(self.start(run, algorithm, *more, **rest))
+
+    def _ask(self, job: dict) -> int:
+        self.process.stdin.write(json.dumps(job) + "\n")
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline())
+
+
+def log(run: Path) -> str:
+    return Path(str(run) + ".log").read_text()
+
+
+def lines(run: Path) -> int:
+    history = run / "history.jsonl"
+    return history.read_bytes().count(b"\n") if history.exists() else 0
+
+
+def wait_for(run: Path, count: int) -> None:
+    end = time.monotonic() + 120
+    while lines(run) < count:
+        assert time.monotonic() < end, log(run)
+        time.sleep(0.002)
+
+
+def left(run: Path) -> tuple[object, dict]:
+    """The history and factors.json, without times."""
+    history = (run / "history.jsonl").read_bytes()
+    factors = json.loads((run / "factors.json").read_text())
+    del factors["search"]["seconds"]
+    if factors["search"]["algorithm"] != "gradient":
+        return history, factors
+    records = [json.loads(line) for line in history.splitlines()]
+    seconds = [record.pop("seconds") for record in records]
+    assert seconds == sorted(seconds)  # they go on where the process before ended
+    return records, factors
