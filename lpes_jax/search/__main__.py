@@ -9,6 +9,8 @@ Examples:
       by gradient, finer than a layer, on two lengths, with a plain text that must not become less likely
   python -m lpes_jax.search --model DIR --num-pairs 50 --preset paper --output-path RUN --resume
       go on where a run was cut off
+  python -m lpes_jax.search --model DIR --output-path RUN --coordinator-address HOST:PORT --num-processes 2 --process-id 0
+      over two hosts: on the other with --process-id 1; started by srun or mpirun, --distributed in place of the three
 
 The folder gets factors.json (give it to evaluate), results.json, results.md, samples.jsonl, history.jsonl and the two pictures.
 """
