@@ -46,7 +46,7 @@ def test_search_leaves_its_folder_and_prints_its_table(searched):
         *("config.json", "history.jsonl", "uniform.json", "factors.json", "results.json", "results.md", "samples.jsonl"),
         *("positions.png", "positions.svg", "factors.png", "factors.svg", "history.png", "history.svg", "report.html"),
     }
-    for word in ("plain prompt", "baseline", "uniform", "pi", "lpes", "100 %", "±", "compiled shapes"):
+    for word in ("plain prompt", "baseline", "uniform", "pi", "lpes", "100 %", "±", "prompts scored"):
         assert word in done.stdout
     assert "generation 1/1" in done.stderr and "prompts/s" in done.stderr and "left" in done.stderr
     assert "\x1b" not in done.stdout + done.stderr  # plain lines without a terminal
@@ -61,6 +61,7 @@ def test_search_leaves_its_folder_and_prints_its_table(searched):
     assert list(results["methods"]) == ["plain prompt", "baseline", "uniform", "pi", "lpes"]
     assert results["n-samples"] == {"kv": {"original": 2, "effective": 2}}
     assert {"versions", "date", "total_evaluation_time_seconds", "config"} <= results.keys()
+    assert results["compilations"]["programs"] > 0 and results["compilations"]["seconds"] > 0
     samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     assert len(samples) == 5 * 2 * 5
     history = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
