@@ -102,13 +102,12 @@ def test_scripts_explain_themselves(
 
 def test_equal_prompts_and_equal_seconds():
     s = table11.Settings(limit=100)
-    gradient = table11.group_cells(s, "free", "wide", 0)["gradient"]
-    steps = table11.steps_for_prompts(s, gradient, 153_600)
-    search = {"algorithm": "gradient", **{name: getattr(gradient, name) for name in ("limit", "search_positions")}}
-    search |= {name: getattr(gradient, name) for name in ("validation_share", "minibatch_size")}
-    looks = 1 + -(-steps // gradient.look_every)
-    paid = table11.prompts(s, {"factors": {"search": search}, "history": [{"step": steps}] * looks})
-    assert 153_600 - 2 * (24 * 4 + 75) < paid <= 153_600
+    for a_step, a_look in ((24, 75), (25.0, 60)):  # prompts, one by one and in trees
+        search = {"algorithm": "gradient", "look_every": 10, "prompts_a_step": a_step, "prompts_a_look": a_look}
+        steps = table11.steps_for_prompts(s, {"factors": {"search": search}}, 153_600)
+        looks = 1 + -(-steps // 10)
+        paid = table11.prompts(s, {"factors": {"search": search}, "history": [{"step": steps}] * looks})
+        assert 153_600 - 2 * (a_step * 4 + a_look) < paid <= 153_600
     history = [{"step": 0, "seconds": 5.0}, {"step": 10, "seconds": 12.0}, {"step": 30, "seconds": 16.0}]
     assert table11.steps_for_seconds({"history": history}, 32.0) == 110  # 12 s for the first 10, then 0.2 s a step
     assert table11.steps_for_seconds({"history": history}, 1.0) == 1
