@@ -25,7 +25,8 @@ Row = tuple[list[int], list[int]]  # prompt ids, answer ids
 
 _MOST_ROWS, _MOST_TOKENS = 256, 2**16  # of a tree
 _LEAST_GAIN = 0.05  # of the cost, below which rows stay alone: one kind of shape less
-# Attention to one key in units of its multiplications, by a causal kernel and by a mask: the rest of it is memory and exp.
+# Attention to one key in units of its multiplications, by a causal kernel and by a mask: the rest of it is memory and exp. On a
+# GPU both are of cuDNN's kernels, the second from its time alone (168 TFLOP/s on an H200).
 _PAIR = {"cpu": (2.0, 2.0), "gpu": (2.0, 4.0)}
 
 

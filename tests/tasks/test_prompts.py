@@ -10,7 +10,7 @@ from word_tokenizer import num_words, words
 from lpes_jax.errors import UserError
 from lpes_jax.tasks.chat import ChatTask
 from lpes_jax.tasks.key_value import KeyValue
-from lpes_jax.tasks.prompts import Cut, Prompt, before_stop, checked_stop, continuation, encode, fit, position, slot
+from lpes_jax.tasks.prompts import Cut, Prompt, before_stop, checked_stop, continuation, encode, fit, position, slot, token_ids
 
 
 @pytest.fixture(scope="module")
@@ -201,3 +201,17 @@ def test_stop_texts():
     for wrong, message in (("\\n", "has a backslash and an n, no line end"), ("", "is empty")):
         with pytest.raises(UserError, match=f"--stop .*{message}"):
             checked_stop([wrong])
+
+
+def test_a_text_is_asked_of_a_tokenizer_once():
+    asked = []
+
+    def tokenizer(texts):
+        asked.extend(texts)
+        return {"input_ids": [[len(text), ord(text[0])] for text in texts]}
+
+    assert token_ids(tokenizer, ["one", "two", "one"]) == [[3, 111], [3, 116], [3, 111]]
+    first = token_ids(tokenizer, ["two", "three"])
+    first[0].append(7)  # a caller's list is its own
+    assert token_ids(tokenizer, ["two"]) == [[3, 116]]
+    assert asked == ["one", "two", "three"]
