@@ -18,7 +18,7 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 import statistics  # noqa: E402
 import time  # noqa: E402
 from collections.abc import Callable  # noqa: E402
-from dataclasses import dataclass  # noqa: E402
+from dataclasses import dataclass, replace  # noqa: E402
 from typing import Any, Literal  # noqa: E402
 
 import jax  # noqa: E402
@@ -50,10 +50,13 @@ class Settings:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     torch: bool = True
     """Also transformers, eagerly and compiled."""
+    layers: int | None = None
+    """Fewer layers than the shape has, to try this out."""
 
 
 def main(s: Settings) -> None:
     config = config_of(s.shape)
+    config = replace(config, num_layers=s.layers or config.num_layers)
     print(environment()["devices"], environment()["versions"])
     of_matrix = matrix_rate(s)
     print(f"matrix product of {s.matrix:,} cubed, {s.dtype}: {of_matrix / 1e12:.0f} TFLOP/s")
