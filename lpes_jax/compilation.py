@@ -16,6 +16,9 @@ versions, XLA's flags and the device, so that nothing stale is found.
 import sys
 import threading
 import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +87,18 @@ def compilations(since: float = 0.0) -> dict[str, Any]:
         "from_cache": len(found),
         "seconds_from_cache": round(sum(found), 3),
     }
+
+
+def compile_together(program: Any, calls: Sequence[tuple[Any, ...]]) -> None:
+    """Compile a jitted `program` for several calls side by side, in threads; the calls themselves compile nothing, then.
+
+    Worth it for calls of different shapes. Of several processes each compiles when it calls: some programs are agreed upon.
+    """
+    if len(calls) < 2 or jax.process_count() > 1:
+        return
+    lowered = [program.lower(*call) for call in calls]
+    with ThreadPoolExecutor() as pool:
+        deque(pool.map(lambda it: it.compile(), lowered), maxlen=0)  # raises what one of them raised
 
 
 def _setting(name: str) -> Any:

@@ -8,29 +8,29 @@ branches that is computed and masked away; where it gains little, all rows stay 
 Letters: B rows or trees, T tokens, A answer tokens, R rows of a tree, M tokens of a tree that predict an answer token.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.prefix import Trees, single_prompts
+from lpes_jax.pytree import pytree
 
 Row = tuple[list[int], list[int]]  # prompt ids, answer ids
 
 _MOST_ROWS, _MOST_TOKENS = 256, 2**16  # of a tree
 _LEAST_GAIN = 0.05  # of the cost, below which rows stay alone: one kind of shape less
+_SHAPE = 0.03  # of all tokens, which one more shape of batches must save: it is compiled
 # Attention to one key in units of its multiplications, by a causal kernel and by a mask: the rest of it is memory and exp. On a
 # GPU both are of cuDNN's kernels, the second from its time alone (168 TFLOP/s on an H200).
 _PAIR = {"cpu": (2.0, 2.0), "gpu": (2.0, 4.0)}
 
 
-@jax.tree_util.register_dataclass
+@pytree()
 @dataclass(frozen=True)
 class Batch:
     """Prompts with their answers behind them, padded on the right; `first` is where the first answer token is predicted."""
@@ -41,7 +41,7 @@ class Batch:
     is_answer: Bool[Array, "B A"]
 
 
-@jax.tree_util.register_dataclass
+@pytree()
 @dataclass(frozen=True)
 class SharedBatch:
     """Trees of rows. Answer token a of row r is predicted at the index `read[at[r, a]]` of its tree."""
@@ -200,15 +200,48 @@ def pack_trees(trees: Sequence[Tree], rows: Sequence[Row], answer_length: int | 
 def batches(trees: Sequence[Tree], most_tokens: int) -> list[list[Tree]]:
     """Trees of about the same shape together, as many as `most_tokens` hold, or one.
 
-    All batches have as many trees, so that they have few shapes: the last is filled with trees that have no rows.
+    The shapes that they are padded to are chosen from the data: few, for each is a program to compile; one more where it saves
+    a fiftieth of the tokens. Batches of a shape have as many trees: the last are filled with trees that have no rows.
     """
     if not trees:
         return []
-    ordered = sorted(trees, key=lambda tree: tree.shape)
-    widest = max(sum(tree.shape) for tree in trees)
-    size = math.ceil(len(trees) / math.ceil(len(trees) / max(1, most_tokens // widest)))
-    cut = [ordered[start : start + size] for start in range(0, len(ordered), size)]
-    return [batch + [replace(batch[0], rows=[], at=[])] * (size - len(batch)) for batch in cut]
+    by_root, by_branches = (sorted(trees, key=lambda tree: tree.shape[::way]) for way in (1, -1))
+    cost, groups = min((_by_shape(ordered, most_tokens) for ordered in (by_root, by_branches)), key=lambda it: it[0])
+    cut = []
+    for group in groups:
+        size = _batch_size(
+            len(group), sum(max(widths) for widths in zip(*(tree.shape for tree in group), strict=True)), most_tokens
+        )
+        cut += [group[start : start + size] for start in range(0, len(group), size)]
+        cut[-1] = cut[-1] + [replace(group[0], rows=[], at=[])] * (size - len(cut[-1]))
+    return cut
+
+
+def _by_shape(ordered: Sequence[Tree], most_tokens: int) -> tuple[float, list[list[Tree]]]:
+    """The cut of the trees in this order into groups that are padded to a shape each, at the least cost, and that."""
+    shapes = np.array([tree.shape for tree in ordered])
+    ends = np.append(np.flatnonzero((shapes[1:] != shapes[:-1]).any(axis=1)) + 1, len(ordered))  # of equal shapes
+    starts, widths = np.append(0, ends[:-1]), shapes[ends - 1]
+    extra = _SHAPE * shapes.sum()
+    best, begins = np.zeros(len(ends) + 1), np.zeros(len(ends) + 1, int)
+    for end in range(1, len(ends) + 1):
+        width = np.maximum.accumulate(widths[:end][::-1], axis=0)[::-1].sum(axis=1)
+        count = ends[end - 1] - starts[:end]
+        size = _batch_size(count, width, most_tokens)
+        cost = best[:end] + -(-count // size) * size * width + extra
+        begins[end] = cost.argmin()
+        best[end] = cost[begins[end]]
+    cut, end = [], len(ends)
+    while end:
+        cut.append(list(ordered[starts[begins[end]] : ends[end - 1]]))
+        end = begins[end]
+    return float(best[-1]), cut[::-1]
+
+
+def _batch_size(count: Any, width: Any, most_tokens: int) -> Any:
+    """Trees of each of as few batches as hold `count` of a width, numbers or arrays."""
+    most = np.maximum(1, most_tokens // width)
+    return -(-count // -(-count // most))
 
 
 def pack_rows(rows: Sequence[Row], answer_length: int | None = None) -> Batch:

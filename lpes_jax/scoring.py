@@ -16,7 +16,7 @@ that predict an answer token, L layers, V vocabulary.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -27,6 +27,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from lpes_jax.compilation import compile_together
 from lpes_jax.errors import UserError
 from lpes_jax.memory import out_of_memory, pass_bytes, planned_memory, tokens_that_fit, tokens_worth_it
 from lpes_jax.mesh import BY_POPULATION, EVERYWHERE, least, make_mesh, mesh_of, over_population, put, put_model, to_host
@@ -84,6 +85,12 @@ def batch_scores(
     correct = (predicted == shared.answers) | ~shared.is_answer
     log_likelihood = jnp.where(shared.is_answer, chosen, 0).sum(axis=-1)
     return correct.all(axis=-1).ravel(), log_likelihood.ravel()
+
+
+def _shapes(call: tuple[Any, ...]) -> Hashable:
+    """What a program is compiled for."""
+    leaves, structure = jax.tree.flatten(call)
+    return structure, tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Array) else leaf for leaf in leaves)
 
 
 def _tokens(batch: Batch | SharedBatch) -> Int[Array, "B T"]:
@@ -191,7 +198,7 @@ class Scorer:
         self._fits = batch_size * width if batch_size else tokens_that_fit(self.model, width, self._answer_length)
         self._at_once = batch_size * width if batch_size else min(self._fits, tokens_worth_it(width))
         self._plans: dict[str, _Plan] = {}
-        self._shapes: set[tuple] = set()
+        self._shapes: set[Hashable] = set()
         self._group()
         self.individuals_at_once = self._plan("individuals").chunk * self._places  # of one pass; stays, whatever is halved
 
@@ -285,23 +292,31 @@ class Scorer:
         slab = min(plan.chunk, 1 << (needed - 1).bit_length()) * places
         filled = np.concatenate([factors[:slab], np.repeat(factors[:1], max(0, slab - len(factors)), axis=0)])
         filled = put(filled, self._by_population if plan.parts == 1 else self._everywhere)
-        done = []
-        for batch, _, _ in plan.passes:
-            shapes = tuple(leaf.shape for leaf in jax.tree.leaves(batch))
-            self._shapes.add((shapes, batch.trees.prefix, filled.shape, granularity, plan.parts))
-            done.append(_sharded_scores(self.model, batch, filled, self._table, granularity, self.mesh, plan.parts > 1))
-        return done
+        table, by_trees = self._table, plan.parts > 1
+        calls = [(self.model, it.batch, filled, table, granularity, self.mesh, by_trees) for it in plan.passes]
+        return self._run(_sharded_scores, calls)
+
+    def _run(self, program: Any, calls: Sequence[tuple[Any, ...]]) -> list[tuple[Array, Array]]:
+        """What the calls give; the shapes that are new are compiled side by side before."""
+        shapes = [_shapes(call) for call in calls]
+        new = {shape: call for shape, call in zip(shapes, calls, strict=True) if shape not in self._shapes}
+        compile_together(program, list(new.values()))
+        self._shapes |= new.keys()
+        return [program(*call) for call in calls]
 
     def of_method(self, method: Method, on_prompts: Callable[[int], None] = lambda count: None) -> Scores:
         """Scores of one method (made for `longest` tokens), P = 1."""
         correct, log_likelihood = np.empty((1, len(self._rows)), bool), np.empty((1, len(self._rows)), np.float32)
-        score = partial(_method_scores, self.model, method=put(method, self._everywhere), mesh=self.mesh)
+        method = put(method, self._everywhere)
+
+        def run(passes: Sequence[_Pass]) -> list[tuple[Array, Array]]:
+            return self._run(_method_scores, [(self.model, it.batch, method, self.mesh) for it in passes])
+
         by, done = "trees" if method.replacement is None else "rows", None
         while done is None:
             plan = self._plan(by)
-            done = self._tried(plan, lambda passes=plan.passes: [score(batch=it.batch) for it in passes])
-        for (batch, of, rows), scores in zip(self._plan(by).passes, done, strict=True):
-            self._shapes.add(tuple(leaf.shape for leaf in jax.tree.leaves(batch)))
+            done = self._tried(plan, partial(run, plan.passes))
+        for (_, of, rows), scores in zip(self._plan(by).passes, done, strict=True):
             correct[0, rows], log_likelihood[0, rows] = (values[of] for values in scores)
         on_prompts(self.num_prompts)
         return self._by_prompt(correct, log_likelihood)

@@ -100,9 +100,10 @@ spread = over_population(gradient, pairs, (EVERYWHERE, BY_POPULATION, EVERYWHERE
 close(jax.jit(spread)(split, batch, jnp.array([1, 1.2, 1.4])), wanted, 1e-4)
 
 factors = t.population_of((8, 3)).astype(np.float32)
-[(batch, of, rows)] = scorers[one]._plan("individuals").passes
-_, likelihood = jax.pmap(population_scores, in_axes=(None, None, 0))(model, jax.device_get(batch), factors[:, None])
-close(np.asarray(likelihood)[:, 0][:, of[np.argsort(rows)]], scorers[eight](factors).log_likelihood)
+wanted = scorers[eight](factors).log_likelihood
+for batch, of, rows in scorers[one]._plan("individuals").passes:
+    _, likelihood = jax.pmap(population_scores, in_axes=(None, None, 0))(model, jax.device_get(batch), factors[:, None])
+    close(np.asarray(likelihood)[:, 0][:, of], wanted[:, rows])
 print("same")
 """
 

@@ -15,7 +15,7 @@ from lpes_jax.errors import UserError
 from lpes_jax.generation import generate_ids
 from lpes_jax.models.llama import prefix
 from lpes_jax.models.llama.method import Method, of_table
-from lpes_jax.prefixes import Costs, Row, groups, pack_rows, pack_trees, tree_of
+from lpes_jax.prefixes import Costs, Row, Tree, batches, groups, pack_rows, pack_trees, tree_of
 from lpes_jax.rope import RopeParameters, RopeTable
 from lpes_jax.scoring import Scorer, batch_scores
 from lpes_jax.tasks.prompts import EncodedPrompt
@@ -174,22 +174,24 @@ def test_gradients_of_a_tree_are_those_of_its_rows(tiny_model):
 def test_a_pass_that_runs_out_of_memory_is_done_again_in_smaller_ones(tiny_model, monkeypatch):
     prompts, factors = haystacks(2), np.array([[1.0, 1, 1], [1.3, 1, 1.7], [2, 1.5, 1], [1, 2, 1]])
     wanted = Scorer(tiny_model, prompts)(factors)
-    run, passes, room = scoring._sharded_scores, [], 256
+    run, passes, room = scoring._sharded_scores, [], 200
 
     def in_little_memory(model, batch, factors, *more):
         passes.append(len(factors) * batch.trees.tokens.size)
         if passes[-1] > room:
-            return jnp.zeros(2**44)  # XLA's own error
+            return (jnp.zeros(2**44),) * 2  # XLA's own error
         return run(model, batch, factors, *more)
 
+    in_little_memory.lower = run.lower
     monkeypatch.setattr(scoring, "_sharded_scores", in_little_memory)
     scorer, done = Scorer(tiny_model, prompts, batch_size=6, population_chunk=4), []
     scores = scorer(factors, on_prompts=done.append)
-    assert passes[:3] == [4 * 384, 2 * 384, 384] and max(passes[3:]) == 128 and sum(done) == 4 * 6
+    halved = passes.index(256) + 1  # one individual, and still too much: smaller trees from here on
+    assert passes[:halved] == [4 * 96, 2 * 96, 2 * 256, 96, 256] and max(passes[halved:]) == 128 and sum(done) == 4 * 6
     np.testing.assert_array_equal(scores.correct, wanted.correct)
     np.testing.assert_allclose(scores.log_likelihood, wanted.log_likelihood, atol=1e-4, rtol=1e-5)
     scorer(factors)
-    assert max(passes[3:]) == 128  # it remembers
+    assert max(passes[halved:]) == 128  # it remembers
     room = 8
     with pytest.raises(UserError, match=r"does not hold one prompt of \d+ tokens"):
         scorer(factors)
@@ -220,3 +222,23 @@ def test_the_model_of_memory_is_near_what_the_compiler_takes(tiny_model):
     assert 0.5 < memory.pass_bytes(tiny_model, 4 * 512, 4 * 8) / taken < 4
     assert memory.pass_bytes(tiny_model, 100, 1, cached=True) > memory.pass_bytes(tiny_model, 100, 1)
     assert memory.tokens_that_fit(tiny_model, 10**12, 1) == 10**12  # one row at least
+
+
+@given(st.lists(st.tuples(st.integers(1, 300), st.integers(0, 200)), min_size=1, max_size=60), st.integers(32, 2000))
+def test_batches_hold_every_tree_once_within_the_room_and_pad_less_than_one_shape_for_all(shapes, room):
+    trees = [
+        Tree([i], *(np.zeros(prefix + branches, int),) * 3, prefix, np.zeros(1, int), [np.zeros(1, int)])
+        for i, (prefix, branches) in enumerate(shapes)
+    ]
+
+    def padded(batch):
+        return len(batch) * sum(max(widths) for widths in zip(*(tree.shape for tree in batch), strict=True))
+
+    cut = batches(trees, room)
+    assert sorted(row for batch in cut for tree in batch for row in tree.rows) == list(range(len(trees)))
+    assert all(len(batch) == 1 or padded(batch) <= room for batch in cut)
+    tokens = sum(sum(tree.shape) for tree in trees)
+    kinds = {(len(batch), max(tree.shape[0] for tree in batch), max(tree.shape[1] for tree in batch)) for batch in cut}
+    whole = padded(trees)
+    if whole <= room:  # all could be one batch: what more shapes there are must pay
+        assert sum(map(padded, cut)) + 0.03 * tokens * (len(kinds) - 1) <= whole + 1
