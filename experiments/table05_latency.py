@@ -154,8 +154,10 @@ def costs(run: Callable[..., Any], arguments: Mapping[str, tuple[Any, ...]], rep
     known: dict[Any, Any] = {}
     programs = {name: compiled(run, given, known) for name, given in arguments.items()}
     seconds: dict[str, list[float]] = {name: [] for name in programs}
+    order = np.random.default_rng(0)  # a method runs slower behind one that heats the device: none has a place of its own
     for _ in range(repeats + 1):
-        for name, (program, leaves) in programs.items():
+        for name in order.permutation(list(programs)):
+            program, leaves = programs[name]
             begun = time.perf_counter()
             jax.block_until_ready(program(*leaves))
             seconds[name].append(time.perf_counter() - begun)

@@ -313,8 +313,10 @@ def _costs(
             method = candidate.method(model.config, batch.tokens.shape[1])
         programs[candidate.name] = method, *_compiled(model, batch, method)
     seconds: dict[str, list[float]] = {name: [] for name in programs}
+    order = np.random.default_rng(0)  # a method runs slower behind one that heats the device: none has a place of its own
     for _ in range(repeats + 1):
-        for name, (_, program, leaves) in programs.items():
+        for name in order.permutation(list(programs)):
+            _, program, leaves = programs[name]
             begun = time.perf_counter()
             jax.block_until_ready(program(*leaves))
             seconds[name].append(time.perf_counter() - begun)

@@ -92,9 +92,10 @@ def compilations(since: float = 0.0) -> dict[str, Any]:
 def compile_together(program: Any, calls: Sequence[tuple[Any, ...]]) -> None:
     """Compile a jitted `program` for several calls side by side, in threads; the calls themselves compile nothing, then.
 
-    Worth it for calls of different shapes. Of several processes each compiles when it calls: some programs are agreed upon.
+    Worth it for calls of different shapes. Not of several processes, which agree upon some programs, nor on several GPUs, where
+    this has not been tried: there each call compiles its own.
     """
-    if len(calls) < 2 or jax.process_count() > 1:
+    if len(calls) < 2 or jax.process_count() > 1 or (jax.device_count() > 1 and jax.default_backend() != "cpu"):
         return
     lowered = [program.lower(*call) for call in calls]
     with ThreadPoolExecutor() as pool:

@@ -96,7 +96,11 @@ def generate_ids(
     whole = longest + max_new_tokens
     mesh = mesh_of(model)
     places = 1 if mesh is None else mesh.shape["population"]
-    at_once = min(tokens_that_fit(model, whole, 1, cached=True), tokens_worth_it(whole)) // whole // len(method.tables.inv_freq)
+    at_once = (
+        min(tokens_that_fit(model, whole, 1, cached=True), tokens_worth_it(model, whole, cached=True))
+        // whole
+        // len(method.tables.inv_freq)
+    )
     of_device = batch_size or max(1, min(math.ceil(len(prompts) / places), at_once))
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     outputs: list[list[int]] = [[] for _ in prompts]

@@ -233,7 +233,7 @@ def _by_shape(ordered: Sequence[Tree], most_tokens: int) -> tuple[float, list[li
         best[end] = cost[begins[end]]
     cut, end = [], len(ends)
     while end:
-        cut.append(list(ordered[starts[begins[end]] : ends[end - 1]]))
+        cut.append(list(ordered[int(starts[begins[end]]) : int(ends[end - 1])]))
         end = begins[end]
     return float(best[-1]), cut[::-1]
 

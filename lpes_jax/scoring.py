@@ -196,7 +196,7 @@ class Scorer:
         self._share, self._given_chunk = share_prefixes, population_chunk
         width = round_up(self.longest)
         self._fits = batch_size * width if batch_size else tokens_that_fit(self.model, width, self._answer_length)
-        self._at_once = batch_size * width if batch_size else min(self._fits, tokens_worth_it(width))
+        self._at_once = batch_size * width if batch_size else min(self._fits, tokens_worth_it(self.model, width))
         self._plans: dict[str, _Plan] = {}
         self._shapes: set[Hashable] = set()
         self._group()
