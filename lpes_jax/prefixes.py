@@ -201,17 +201,15 @@ def batches(trees: Sequence[Tree], most_tokens: int) -> list[list[Tree]]:
     """Trees of about the same shape together, as many as `most_tokens` hold, or one.
 
     The shapes that they are padded to are chosen from the data: few, for each is a program to compile; one more where it saves
-    a fiftieth of the tokens. Batches of a shape have as many trees: the last are filled with trees that have no rows.
+    3 % of the tokens. Batches of a shape have as many trees: the last is filled with trees that have no rows.
     """
     if not trees:
         return []
     by_root, by_branches = (sorted(trees, key=lambda tree: tree.shape[::way]) for way in (1, -1))
-    cost, groups = min((_by_shape(ordered, most_tokens) for ordered in (by_root, by_branches)), key=lambda it: it[0])
+    _, of_shapes = min((_by_shape(ordered, most_tokens) for ordered in (by_root, by_branches)), key=lambda it: it[0])
     cut = []
-    for group in groups:
-        size = _batch_size(
-            len(group), sum(max(widths) for widths in zip(*(tree.shape for tree in group), strict=True)), most_tokens
-        )
+    for group in of_shapes:
+        size = _batch_size(len(group), np.array([tree.shape for tree in group]).max(axis=0).sum(), most_tokens)
         cut += [group[start : start + size] for start in range(0, len(group), size)]
         cut[-1] = cut[-1] + [replace(group[0], rows=[], at=[])] * (size - len(cut[-1]))
     return cut
