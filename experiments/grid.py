@@ -139,13 +139,21 @@ def run_cells(cells: Mapping[str, SearchSettings], flags: GridFlags) -> None:
         if not (folder / "results.json").exists():
             print(f"== {name}", flush=True)
             resume = (folder / "history.jsonl").exists()
-            run_search(replace(settings, output_path=folder, resume=resume), loaded_once(settings.model, settings.dtype))
+            loaded = loaded_once(settings.model, settings.dtype)
+            measured = measured_once(settings.model, settings.dtype)
+            run_search(replace(settings, output_path=folder, resume=resume), loaded, measured)
 
 
 @lru_cache(maxsize=1)
 def loaded_once(model: str, dtype: str) -> Loaded:
     """A model that many cells share."""
     return load(model, dtype)
+
+
+@lru_cache(maxsize=1)
+def measured_once(model: str, dtype: str) -> dict[Any, Outcome]:
+    """What cells have measured with it: the model as it is, say."""
+    return {}
 
 
 def collect(cells: Mapping[str, SearchSettings], flags: GridFlags) -> dict[str, dict[str, Any]]:

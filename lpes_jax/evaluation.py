@@ -124,8 +124,12 @@ def evaluate(
     overlength: Overlength = "error",
     batch_size: int | None = None,
     on_prompts: Report = lambda count: None,
+    measured: dict[Any, Outcome] | None = None,
 ) -> list[Outcome]:
     """Every candidate on every example with its fact at every place (`slots_of`).
+
+    `measured`: outcomes of earlier calls with the same model, by what was asked and the factors; those that come are added. The
+    same factors are measured once.
 
     Raises UserError for a metric that the task has not, for prompts that are too long (`overlength`: or leaves their questions
     out), and for fewer new tokens than the longest gold answer has.
@@ -142,7 +146,7 @@ def evaluate(
         if version is not None and any(candidate.plain == plain for candidate in candidates)
     }
     left_out = {example for fit in fitted.values() for example in fit.skipped}
-    outcomes = []
+    measured, outcomes = {} if measured is None else measured, []
     for plain, fit in fitted.items():
         version = task.plain if plain else task
         assert version is not None
@@ -150,10 +154,32 @@ def evaluate(
         if not prompts:
             raise UserError(f"--overlength skip leaves out all {len(examples)} questions; use fewer items a prompt")
         counts = {"questions_skipped": len(left_out), "prompts_cut": sum(prompt.was_cut for prompt in prompts)}
-        chosen = [candidate for candidate in candidates if candidate.plain == plain]
-        outcomes += measure.outcomes(version, prompts, len(places), chosen, counts)
+        asked = prompts_sha256(prompts), len(places), tuple(metrics), measure.new_tokens, tuple(stop), batch_size
+        of_key: dict[Any, Candidate] = {}
+        chosen = [
+            (candidate, (asked, _key(candidate, model.config.num_layers)))
+            for candidate in candidates
+            if candidate.plain == plain
+        ]
+        for candidate, key in chosen:
+            if key in measured or key in of_key:
+                on_prompts(len(prompts))
+            else:
+                of_key[key] = candidate
+        if of_key:
+            new = measure.outcomes(version, prompts, len(places), list(of_key.values()), counts)
+            measured |= zip(of_key, new, strict=True)
+        outcomes += [replace(measured[key], candidate=candidate) for candidate, key in chosen]
     order = {candidate.name: at for at, candidate in enumerate(candidates)}
     return sorted(outcomes, key=lambda outcome: order[outcome.candidate.name])
+
+
+def _key(candidate: Candidate, num_layers: int) -> Any:
+    """What decides a candidate's outcome on given prompts."""
+    if candidate.method is not None:
+        return candidate.method
+    factors = candidate.factors or LayerFactors.uniform(1.0, num_layers)
+    return factors.granularity, factors.factors.shape, factors.factors.tobytes()
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import hashlib
 import subprocess
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -12,6 +13,7 @@ import pytest
 
 from lpes_jax.errors import UserError
 from lpes_jax.evaluation import ALONE, BASELINE, Candidate, Outcome, evaluate, results_record, slots_of
+from lpes_jax.factors import LayerFactors
 from lpes_jax.models.llama import Llama
 from lpes_jax.provenance import content_sha256, environment
 from lpes_jax.report.tables import differences
@@ -98,3 +100,22 @@ def test_verdicts_are_looked_at_alone_in_16_bits_only(tiny_model: Llama, model_f
         [it] = evaluate(model, tokenizer, TASK, examples, PLACES, [Candidate(BASELINE)])
         assert ("verdicts_changed_alone" in it.counts) == counted
         assert 0 <= it.counts.get("verdicts_changed_alone", 0) <= min(ALONE, 4)
+
+
+def test_what_was_measured_is_not_measured_again(tiny_model: Llama, model_folder: Path):
+    from lpes_jax.models.llama import load
+
+    tokenizer, examples = load(str(model_folder), "float32").tokenizer, TASK.examples("test", 2, 0)
+    ones, other = (LayerFactors.uniform(factor, 3) for factor in (1.0, 1.2))
+    candidates = [Candidate(BASELINE), Candidate("ones", ones), Candidate("other", other)]
+    measured, done = {}, []
+    run = partial(evaluate, tiny_model, tokenizer, TASK, on_prompts=done.append, measured=measured)
+    first = run(examples, PLACES, candidates)
+    assert len(measured) == 2 and sum(done) == 3 * len(first[0].prompts)  # the model as it is has factors of 1
+    assert [it.candidate.name for it in first] == ["baseline", "ones", "other"] and first[1].main is first[0].main
+    assert not np.array_equal(first[2].log_likelihood, first[0].log_likelihood)
+    [again] = run(examples, PLACES, [Candidate("lpes", other)])
+    assert len(measured) == 2 and again.candidate.name == "lpes" and again.main is first[2].main
+    run(TASK.examples("test", 2, 1), PLACES, [Candidate("lpes", other)])  # other questions
+    run(examples, PLACES[:1], [Candidate("lpes", other)])
+    assert len(measured) == 4

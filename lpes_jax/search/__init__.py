@@ -30,10 +30,11 @@ from lpes_jax.tasks.flags import tasks_of, title_of
 __all__ = ["SearchResult", "SearchSettings", "preset", "run_search"]
 
 
-def run_search(settings: SearchSettings, loaded: Loaded | None = None) -> SearchResult:
+def run_search(settings: SearchSettings, loaded: Loaded | None = None, measured: dict[Any, Any] | None = None) -> SearchResult:
     """Load the model, search, measure what was found on held-out questions, and leave the run's folder.
 
-    `loaded`: what `load` gave for the settings' model, dtype and mesh, for several searches on one.
+    `loaded`: what `load` gave for the settings' model, dtype and mesh, for several searches on one; `measured`: an empty dict that
+    all of these are given, so that what they measure alike (the model as it is) is measured once.
 
     Raises UserError where the settings, the model or the data cannot be used, before anything is searched, and Interrupted (a
     KeyboardInterrupt) for a SIGINT or SIGTERM, when the batch under way is scored and saved: `resume` goes on from there. A
@@ -77,7 +78,7 @@ def run_search(settings: SearchSettings, loaded: Loaded | None = None) -> Search
         write_json(folder.path / "results.json", evaluation)  # last: where it is, all is
         return result
 
-    result = search(settings, loaded.model, loaded.tokenizer, tasks, identity, loaded.stop_ids, finish)
+    result = search(settings, loaded.model, loaded.tokenizer, tasks, identity, loaded.stop_ids, finish, measured)
     if not result.reports:
         console().print(f"the run in {settings.output_path} is complete, nothing was done", highlight=False, soft_wrap=True)
     return result

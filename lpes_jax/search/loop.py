@@ -69,12 +69,13 @@ def search(
     identity: dict[str, Any],
     stop_ids: Sequence[int] = (),
     finish: Finish = lambda result, folder: result,
+    measured: dict[Any, Any] | None = None,
 ) -> SearchResult:
     """Run the search, its settings checked, and leave its history. Factors are to be good for all `tasks` alike.
 
     `identity` names the model in the records (name, num_layers, sha256); `stop_ids` end a generated text; `finish` gets the
-    result while the folder is still locked, and may write there. Raises UserError for what the user got wrong, before anything
-    is scored, and Interrupted for a SIGINT or SIGTERM, with all that was scored saved.
+    result while the folder is still locked, and may write there; `measured` is that of `evaluate`. Raises UserError for what the
+    user got wrong, before anything is scored, and Interrupted for a SIGINT or SIGTERM, with all that was scored saved.
     """
     from lpes_jax.search.algorithms import make_algorithm  # evosax wants devices at once: not before several processes have met
 
@@ -170,6 +171,7 @@ def search(
                             overlength=settings.overlength,
                             batch_size=settings.batch_size,
                             on_prompts=progress.prompts,
+                            measured=measured,
                         ),
                     )
                     for task, examples, places in zip(tasks, held_out, reported, strict=True)

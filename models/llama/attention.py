@@ -116,14 +116,15 @@ def masked_attention(
     """Attention of some tokens of each row: the query at index `at` sees the keys j with j <= at < ends[j].
 
     In a tree of prompts, written depth first, these are the query's own path: `ends` is where the tokens below a token end.
-    `positions` are what a window counts in. Exact: cuDNN's kernel where it can be, else a block of queries and a few rows at a
-    time.
+    `positions` are what a window counts in. Exact: cuDNN's kernel where it can be (one GPU), else a block of queries and a few
+    rows at a time.
     """
     return over_heads(partial(_masked, window=window), (q, k, v), (at, ends, positions))
 
 
 def _masked(q: Array, k: Array, v: Array, at: Array, ends: Array, positions: Array, window: int | None) -> Array:
-    if window is None and q.shape[1] >= _BLOCK and runs_on_cudnn(q.shape[-1], q.dtype):
+    # One GPU: of two, a program with this kernel ended the process (jax 0.11.2, H200), and the cause is not known.
+    if window is None and q.shape[1] >= _BLOCK and runs_on_cudnn(q.shape[-1], q.dtype) and jax.device_count() == 1:
         return one_kernel(q, k, v, at, ends)
     return blocked_masked_attention(q, k, v, at, ends, positions, window)
 
