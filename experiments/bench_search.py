@@ -1,6 +1,7 @@
 """One generation of the paper's search by the command, in GPU-seconds: 20 new individuals x 200 questions x 3 positions.
 
     python experiments/bench_search.py --shape llama-2-7b --data nq-open-oracle.jsonl.gz
+    python experiments/bench_search.py --data nq-open-oracle.jsonl.gz --search-flags "--queries-per-haystack 5" --name shared
 
 A model of the shape with random weights, and the tokenizer of --tokenizer, is written to --folder first (13.5 GB for a 7B
 shape); what is there is used again. Then `python -m lpes_jax.search` runs on prompts of 10 documents. Its wall clock, from the
@@ -52,6 +53,8 @@ class Settings:
     """A model whose tokenizer the random one gets; it has as many rows of the embedding as that has ids."""
     folder: Path = Path("runs/bench_search")
     """Of the model, the run and the figures."""
+    name: str = "run"
+    """Of the run and its figures in that folder."""
     individuals: int = 20
     limit: int = 200
     """Questions, each at three positions."""
@@ -69,7 +72,7 @@ def main(s: Settings) -> None:
         subprocess.run(
             [sys.executable, __file__, "--write-model", str(model), s.shape, s.tokenizer, str(s.layers or 0)], check=True
         )
-    run = s.folder / "run"
+    run = s.folder / s.name
     sizes = {"limit": s.limit, "population-size": s.individuals, "generations": 0, "uniform-candidates": 1, "test-limit": 1}
     task = {"task": "mdqa", "data": s.data, "distractors": "random", "num-documents": s.num_documents, "metrics": "prefix"}
     flags = {"model": model, "preset": "paper", "output-path": run, "parents": min(12, s.individuals), **sizes, **task}
@@ -90,6 +93,7 @@ def main(s: Settings) -> None:
     record = {
         "shape": s.shape,
         "prompts": prompts,
+        "search_flags": s.search_flags,
         "command_seconds": seconds,
         "search_seconds": search["seconds"],
         "gpus": gpus,
@@ -114,7 +118,7 @@ def main(s: Settings) -> None:
     ]
     print(record["devices"], record["versions"])
     print(markdown_table([f"{s.individuals} individuals x {s.limit} questions x 3", "ours", "paper"], rows))
-    write_json(s.folder / "bench_search.json", record)
+    write_json(s.folder / f"{s.name}.json", record)
 
 
 def num_layers(model: Path) -> int:

@@ -53,7 +53,7 @@ class GridFlags:
     key_length: int | None = None
     """kv: hexadecimal characters of keys and values (default: UUIDs)."""
     queries_per_haystack: int | None = None
-    """kv: questions a position about the same pairs, which cost little more than one (default 1)."""
+    """Questions a position about the same pairs or documents, which cost little more than one (default 1)."""
     num_documents: int | None = None
     """mdqa: documents in a prompt (default 10)."""
     metrics: tuple[str, ...] = ()

@@ -33,8 +33,8 @@ __all__ = ["SearchResult", "SearchSettings", "preset", "run_search"]
 def run_search(settings: SearchSettings, loaded: Loaded | None = None, measured: dict[Any, Any] | None = None) -> SearchResult:
     """Load the model, search, measure what was found on held-out questions, and leave the run's folder.
 
-    `loaded`: what `load` gave for the settings' model, dtype and mesh, for several searches on one; `measured`: an empty dict that
-    all of these are given, so that what they measure alike (the model as it is) is measured once.
+    `loaded`: what `load` gave for the settings' model, dtype and mesh, for several searches on one; `measured`: an empty dict
+    that all of these are given, so that what they measure alike (the model as it is) is measured once.
 
     Raises UserError where the settings, the model or the data cannot be used, before anything is searched, and Interrupted (a
     KeyboardInterrupt) for a SIGINT or SIGTERM, when the batch under way is scored and saved: `resume` goes on from there. A

@@ -74,8 +74,8 @@ def search(
     """Run the search, its settings checked, and leave its history. Factors are to be good for all `tasks` alike.
 
     `identity` names the model in the records (name, num_layers, sha256); `stop_ids` end a generated text; `finish` gets the
-    result while the folder is still locked, and may write there; `measured` is that of `evaluate`. Raises UserError for what the
-    user got wrong, before anything is scored, and Interrupted for a SIGINT or SIGTERM, with all that was scored saved.
+    result while the folder is still locked, and may write there; `measured` is that of `evaluate`. Raises UserError for what
+    the user got wrong, before anything is scored, and Interrupted for a SIGINT or SIGTERM, with all that was scored saved.
     """
     from lpes_jax.search.algorithms import make_algorithm  # evosax wants devices at once: not before several processes have met
 

@@ -20,11 +20,16 @@ passages are gold for other questions and contain none of the answers.
 A question belongs to `search` (7 in 9) or `test` (2 in 9) by a hash of the normalised question alone, so the two share none,
 whatever the files, seeds and counts. Of the 2,655 questions 2,091 are for searching (the paper's Appendix C draws 2,000) and
 564 for testing (the paper measures on 500). Random distractors come from passages of the example's own split.
+
+`queries_per_haystack` > 1, with random distractors, asks several questions about the same documents, which then stay where they
+are: each is gold for a question of its own, and at a position the questions are asked whose documents stand nearest to it. So
+all prompts of a haystack, at all positions, are alike up to the question at their end, and what they share is computed once. No
+document has an answer to another one's question, and none stands in two haystacks.
 """
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -68,6 +73,22 @@ class Example:
 
 
 @dataclass(frozen=True)
+class Question:
+    """The question with this number about documents that stay in their order, each of them gold for a question."""
+
+    haystack: tuple[Example, ...]
+    number: int
+
+    @property
+    def id(self) -> str:
+        return content_id(*(example.id for example in self.haystack), self.number)
+
+    def slot(self, slot: int) -> int:
+        """Where the document asked for stands: the nearest to `slot` for question 0, the next for 1, ..."""
+        return sorted(range(len(self.haystack)), key=lambda at: abs(at - slot))[self.number]
+
+
+@dataclass(frozen=True)
 class MultiDocumentQA(Generation):
     """The task `mdqa`.
 
@@ -81,6 +102,7 @@ class MultiDocumentQA(Generation):
         `all`: the whole output.
     empty_golds_match: an answer that normalises to nothing counts as found, as in the original; else it never does.
     unicode_normalise: scoring ignores accents and punctuation outside ASCII.
+    queries_per_haystack: so many examples in turn are questions about the same documents: see above.
 
     Raises UserError for settings that cannot be; `examples` does for a file that cannot be read.
     """
@@ -94,6 +116,7 @@ class MultiDocumentQA(Generation):
     first_line: FirstLine = "stripped"
     empty_golds_match: bool = False
     unicode_normalise: bool = False
+    queries_per_haystack: int = 1
 
     name: ClassVar[str] = "mdqa"
 
@@ -103,6 +126,16 @@ class MultiDocumentQA(Generation):
             raise UserError(f"--num-documents must be at least 1, got {self.num_documents}")
         if self.query_aware and self.random_order:
             raise UserError("--query-aware and --random-order: lost-in-the-middle has no prompt with both; leave one out")
+        if not 1 <= self.queries_per_haystack <= self.num_documents:
+            raise UserError(
+                f"--queries-per-haystack {self.queries_per_haystack}: one prompt asks for one of its {self.num_documents} "
+                "documents, so it goes from 1 to --num-documents"
+            )
+        if self.queries_per_haystack > 1 and (self.distractors, self.mode, self.random_order) != ("random", "documents", False):
+            raise UserError(
+                "--queries-per-haystack above 1 needs --distractors random (each document is gold for a question), and neither "
+                "--mode nor --random-order"
+            )
 
     @property
     def num_items(self) -> int:
@@ -116,10 +149,16 @@ class MultiDocumentQA(Generation):
     def metrics(self) -> tuple[str, ...]:
         return ("best_subspan_em", "best_subspan_em_bounded", "best_subspan_em_original")
 
-    def examples(self, split: Split, count: int | None, seed: int) -> list[Example]:
-        """The first `count` questions of the split in the file's order; `seed` draws or shuffles distractors, no more."""
+    def examples(self, split: Split, count: int | None, seed: int) -> list[Any]:
+        """The first `count` questions of the split in the file's order; `seed` draws or shuffles distractors, no more.
+
+        Of type `Example`; or `Question` where a haystack has several: then `seed` draws the haystacks.
+        """
         assert self.data is not None
         rows = self._read(self.data)
+        if self.queries_per_haystack > 1:
+            asked = [Question(it, number) for it in self._haystacks(rows, seed) for number in range(self.queries_per_haystack)]
+            return take(asked, split, count, lambda question: question_split(question.haystack[0].question), self.data)
         chosen = take(rows, split, count, lambda row: question_split(row.question), self.data)
         if self.mode != "documents":
             return [Example(row.question, row.answers, row.gold, ()) for row in chosen]
@@ -130,11 +169,17 @@ class MultiDocumentQA(Generation):
             chosen = [Example(row.question, row.answers, row.gold, _shuffled(row, seed)) for row in chosen]
         return chosen
 
-    def prompt(self, example: Example, slot: int, position: int | None = None) -> Prompt:
-        """The example with its gold document at `slot`; the others keep their order, all are numbered as they stand."""
-        own_position = position_of(slot, self.num_items)  # refuses a slot that is not there
-        documents = list(example.distractors)
-        documents.insert(slot, example.gold)
+    def prompt(self, example: Example | Question, slot: int, position: int | None = None) -> Prompt:
+        """The example with its gold document at `slot`; the others keep their order, all are numbered as they stand.
+
+        Or the question about the document nearest to it.
+        """
+        own_position, identity = position_of(slot, self.num_items), example.id  # refuses a slot that is not there
+        if isinstance(example, Question):
+            slot, documents = example.slot(slot), [it.gold for it in example.haystack]
+            example = replace(example.haystack[slot], distractors=(*documents[:slot], *documents[slot + 1 :]))
+        else:
+            documents = [*example.distractors[:slot], example.gold, *example.distractors[slot:]]
         question = f"Question: {example.question}"
         lines = "\n".join(f"Document [{at}](Title: {it.title}) {it.text}" for at, it in enumerate(documents, 1))
         instruction = INSTRUCTION + (RANDOM_ORDER if self.random_order else "")
@@ -143,7 +188,7 @@ class MultiDocumentQA(Generation):
             text=parts[-1] if self.mode == "closed_book" else "\n\n".join(parts),
             answers=tuple(dict.fromkeys(f" {answer}" for answer in example.answers)),
             gold=example.answers[0],
-            example=example.id,
+            example=identity,
             position=own_position if position is None else position,
             slot=slot,
             num_items=self.num_items,
@@ -179,13 +224,26 @@ class MultiDocumentQA(Generation):
             examples[key] = Example(example.question, example.answers, example.gold, example.distractors[:wanted])
         return list(examples.values())
 
+    def _haystacks(self, rows: list[Example], seed: int) -> list[tuple[Example, ...]]:
+        """As many as the passages give, of each split."""
+        found = []
+        for split, pool in _pools(rows).items():
+            rng = random.Random(f"lpes mdqa haystacks {seed} {split}")
+            left = list(pool.values())
+            left = [left.pop(rng.getrandbits(32) % len(left)) for _ in pool]
+            haystack: list[tuple[Example, str]] = []
+            while len(haystack) + len(left) >= self.num_documents:
+                fitting = (at for at, it in enumerate(left) if all(_apart(it, other) for other in haystack))
+                if (at := next(fitting, None)) is None:
+                    break
+                haystack.append(left.pop(at))
+                if len(haystack) == self.num_documents:
+                    found.append(tuple(row for row, _ in haystack))
+                    haystack = []
+        return found
+
     def _random_distractors(self, rows: list[Example], seed: int) -> Callable[[Example], tuple[Document, ...]]:
-        pools: dict[Split, dict[str, tuple[Document, str]]] = {"search": {}, "test": {}}
-        for row in rows:  # a passage may be gold for several questions; it stands in a prompt once
-            passage = (row.gold, normalise(f"{row.gold.title} {row.gold.text}"))
-            pools[question_split(row.question)].setdefault(row.gold.text, passage)
-        for shared in pools["search"].keys() & pools["test"].keys():  # gold for questions of both splits: in neither's pool
-            del pools["search"][shared], pools["test"][shared]
+        pools = _pools(rows)
 
         def draw(row: Example) -> tuple[Document, ...]:
             split = question_split(row.question)
@@ -197,9 +255,9 @@ class MultiDocumentQA(Generation):
                         f"--num-documents {self.num_documents}: only {len(found)} other passages of the {split!r} split of "
                         f"{self.data} have no answer to {row.question!r}; use fewer documents"
                     )
-                document, text = left.pop(rng.getrandbits(32) % len(left))
-                if document.text != row.gold.text and not _answers(text, row.answers):
-                    found.append(document)
+                other, text = left.pop(rng.getrandbits(32) % len(left))
+                if other.gold.text != row.gold.text and not _answers(text, row.answers):
+                    found.append(other.gold)
             return tuple(found)
 
         return draw
@@ -208,6 +266,21 @@ class MultiDocumentQA(Generation):
 def question_split(question: str) -> Split:
     """`search` for 7 in 9 questions, `test` for the others."""
     return split_of(normalise(question), search=7, of=9)
+
+
+def _pools(rows: list[Example]) -> dict[Split, dict[str, tuple[Example, str]]]:
+    """Of each split the passages by their text: the first row with each as its gold one, and the passage normalised."""
+    pools: dict[Split, dict[str, tuple[Example, str]]] = {"search": {}, "test": {}}
+    for row in rows:  # a passage may be gold for several questions; it stands in a prompt once
+        pools[question_split(row.question)].setdefault(row.gold.text, (row, normalise(f"{row.gold.title} {row.gold.text}")))
+    for shared in pools["search"].keys() & pools["test"].keys():  # gold for questions of both splits: in neither's pool
+        del pools["search"][shared], pools["test"][shared]
+    return pools
+
+
+def _apart(one: tuple[Example, str], other: tuple[Example, str]) -> bool:
+    """Neither passage answers the other one's question."""
+    return not (_answers(one[1], other[0].answers) or _answers(other[1], one[0].answers))
 
 
 def _answers(text: str, answers: tuple[str, ...]) -> bool:

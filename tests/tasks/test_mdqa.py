@@ -176,6 +176,32 @@ def test_random_distractors_hold_no_answer_and_stay_when_more_are_asked_for(rows
         MultiDocumentQA(data, num_documents=90, distractors="random").examples("all", None, seed=0)
 
 
+def test_questions_of_a_haystack_share_all_but_their_ends(rows_file):
+    task = MultiDocumentQA(rows_file(*map(row, range(120))), num_documents=5, distractors="random", queries_per_haystack=3)
+    examples, met = task.examples("search", 12, 0), set()
+    assert examples == task.examples("search", 12, 0) != task.examples("search", 12, 1)
+    for at in range(0, 12, 3):
+        prompts = [task.prompt(it, slot(percent, 5), percent) for it in examples[at : at + 3] for percent in (0, 50, 100)]
+        assert [prompt.slot for prompt in prompts] == [0, 2, 4, 1, 1, 3, 2, 3, 2]  # the nearest, then its neighbours
+        assert len({prompt.example for prompt in prompts}) == 3
+        [documents] = {prompt.text.partition("\n\nQuestion: ")[0] for prompt in prompts}
+        golds = [line.partition("(Title: gold ")[2].partition(")")[0] for line in documents.split("\n\n")[1].split("\n")]
+        assert len(set(golds)) == 5 and not met & set(golds)
+        met |= set(golds)
+        for prompt in prompts:
+            assert prompt.text.endswith(f"\n\nQuestion: question {golds[prompt.slot]}\nAnswer:")
+            assert prompt.gold == f"answer{golds[prompt.slot]}x" and documents.count(prompt.gold) == 1
+    assert {question_split(f"question {number}") for number in met} == {"search"}
+    assert {it.id for it in task.examples("test", None, 0)} < {it.id for it in task.examples("all", None, 0)}
+
+
+def test_a_haystack_has_no_answer_to_another_question_of_its_own(rows_file):
+    rows = [row(number, answer="twin" if number % 2 else None) for number in range(60)]
+    task = MultiDocumentQA(rows_file(*rows), num_documents=3, distractors="random", queries_per_haystack=2)
+    examples = task.examples("all", None, 0)
+    assert examples and all(sum("twin" in it.answers for it in example.haystack) <= 1 for example in examples)
+
+
 @pytest.mark.parametrize(
     "bad, message",
     [
@@ -204,6 +230,8 @@ def test_settings_that_cannot_be(rows_file):
         ({"data": "nowhere.jsonl"}, "--data nowhere.jsonl: no such file; the files are in nelson-liu"),
         ({"data": data, "num_documents": 0}, "--num-documents must be at least 1, got 0"),
         ({"data": data, "query_aware": True, "random_order": True}, "no prompt with both"),
+        ({"data": data, "num_documents": 2, "distractors": "random", "queries_per_haystack": 3}, "from 1 to --num-documents"),
+        ({"data": data, "queries_per_haystack": 2}, "--queries-per-haystack above 1 needs --distractors random"),
         ({"data": data, "num_pairs": 5}, "--num-pairs is no setting of --task mdqa; it has: --data, --num-documents"),
     ):
         with pytest.raises(UserError, match=message):
