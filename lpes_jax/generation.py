@@ -111,7 +111,8 @@ def generate_ids(
         at = order[start : start + size]
         chosen = [list(prompts[i]) for i in at]
         padding = [chosen[0]] * (size - len(chosen))  # the last batch is as large as the others: one compilation
-        tokens, lengths = (jnp.asarray(array) for array in padded(chosen + padding, round_up(len(chosen[-1]))))
+        width = min(longest, round_up(len(chosen[-1]), 4))  # fewer shapes than prompts that are only scored have
+        tokens, lengths = (jnp.asarray(array) for array in padded(chosen + padding, width))
         new = None
         try:
             new = greedy(model, tokens, lengths, method, jnp.array(stop, jnp.int32), max_new_tokens).block_until_ready()

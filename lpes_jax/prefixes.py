@@ -73,9 +73,9 @@ class Costs(NamedTuple):
         return self.token * width + self.causal_pair * prefix**2 / 2 + self.masked_pair * branches * width
 
 
-def round_up(length: int) -> int:
+def round_up(length: int, parts: int = 16) -> int:
     """The padded length of a prompt: up to the next 32, or sixteenth of its power of two: few shapes, little waste."""
-    step = max(32, 1 << (length - 1).bit_length() >> 4)
+    step = max(32, (1 << (length - 1).bit_length()) // parts)
     return -(-length // step) * step
 
 
