@@ -154,7 +154,15 @@ def evaluate(
         if not prompts:
             raise UserError(f"--overlength skip leaves out all {len(examples)} questions; use fewer items a prompt")
         counts = {"questions_skipped": len(left_out), "prompts_cut": sum(prompt.was_cut for prompt in prompts)}
-        asked = prompts_sha256(prompts), len(places), tuple(metrics), measure.new_tokens, tuple(stop), batch_size
+        asked = (
+            version,
+            tuple(places),
+            prompts_sha256(prompts),
+            tuple(metrics),
+            measure.new_tokens,
+            tuple(stop_ids),
+            tuple(stop),
+        )
         of_key: dict[Any, Candidate] = {}
         chosen = [
             (candidate, (asked, _key(candidate, model.config.num_layers)))
@@ -168,8 +176,11 @@ def evaluate(
                 of_key[key] = candidate
         if of_key:
             new = measure.outcomes(version, prompts, len(places), list(of_key.values()), counts)
-            measured |= zip(of_key, new, strict=True)
-        outcomes += [replace(measured[key], candidate=candidate) for candidate, key in chosen]
+            measured |= {key: replace(outcome, prompts=[]) for key, outcome in zip(of_key, new, strict=True)}
+        outcomes += [
+            replace(measured[key], candidate=candidate, prompts=prompts, counts=measured[key].counts | counts)
+            for candidate, key in chosen
+        ]
     order = {candidate.name: at for at, candidate in enumerate(candidates)}
     return sorted(outcomes, key=lambda outcome: order[outcome.candidate.name])
 

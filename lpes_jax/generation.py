@@ -111,7 +111,7 @@ def generate_ids(
         at = order[start : start + size]
         chosen = [list(prompts[i]) for i in at]
         padding = [chosen[0]] * (size - len(chosen))  # the last batch is as large as the others: one compilation
-        width = min(longest, round_up(len(chosen[-1]), 4))  # fewer shapes than prompts that are only scored have
+        width = min(longest, round_up(len(chosen[-1]), 4))  # steps of a quarter of its power of two: few shapes
         tokens, lengths = (jnp.asarray(array) for array in padded(chosen + padding, width))
         new = None
         try:

@@ -8,8 +8,9 @@ branches that is computed and masked away; where it gains little, all rows stay 
 Letters: B rows or trees, T tokens, A answer tokens, R rows of a tree, M tokens of a tree that predict an answer token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -169,13 +170,27 @@ def tree_of(rows: Sequence[Row], group: list[int]) -> Tree:
     return Tree(group, np.concatenate(tokens), np.concatenate(positions), ends, prefix, read, at)
 
 
-def pack_trees(trees: Sequence[Tree], rows: Sequence[Row], answer_length: int | None = None) -> SharedBatch:
-    """Trees as one batch, padded to the largest; row r of tree b is its rows[r], and what stands beyond is padding."""
-    prefix, branches = (max(widths) for widths in zip(*(tree.shape for tree in trees), strict=True))
+class Shape(NamedTuple):
+    """What trees of a batch are padded to: tokens of the root and of all branches, tokens that are read, rows."""
+
+    prefix: int
+    branches: int
+    read: int
+    rows: int
+
+    @classmethod
+    def of(cls, trees: Sequence[Tree]) -> "Shape":
+        prefix, branches = (max(widths) for widths in zip(*(tree.shape for tree in trees), strict=True))
+        rows, read = max(len(tree.rows) for tree in trees), max(len(tree.read) for tree in trees)
+        return cls(prefix, branches, read if rows == 1 else -(-read // 8) * 8, rows)
+
+
+def pack_trees(
+    trees: Sequence[Tree], rows: Sequence[Row], answer_length: int | None = None, shape: Shape | None = None
+) -> SharedBatch:
+    """Trees as one batch, padded to `shape` (None: the largest); row r of tree b is its rows[r], the rest padding."""
+    prefix, branches, num_read, num_rows = shape or Shape.of(trees)
     size, width = len(trees), prefix + branches
-    num_rows = max(len(tree.rows) for tree in trees)
-    num_read = max(len(tree.read) for tree in trees)
-    num_read = num_read if num_rows == 1 else -(-num_read // 8) * 8
     longest = answer_length or max(len(rows[i][1]) for tree in trees for i in tree.rows)
     tokens, positions = np.zeros((2, size, width), np.int32)
     ends = np.full((size, width), width, np.int32)
@@ -197,25 +212,30 @@ def pack_trees(trees: Sequence[Tree], rows: Sequence[Row], answer_length: int | 
     return SharedBatch(on_device, *(jnp.asarray(array) for array in (read, at, answers, is_answer)))
 
 
-def batches(trees: Sequence[Tree], most_tokens: int) -> list[list[Tree]]:
-    """Trees of about the same shape together, as many as `most_tokens` hold, or one.
+def batches(
+    trees: Sequence[Tree], room: int, places: int = 1, most_trees: int | None = None
+) -> list[tuple[Shape, list[list[Tree]]]]:
+    """Trees of about the same shape together: the shapes that they are padded to, each with its batches.
 
-    The shapes that they are padded to are chosen from the data: few, for each is a program to compile; one more where it saves
-    3 % of the tokens. Batches of a shape have as many trees: the last is filled with trees that have no rows.
+    A batch has as many trees for each of so many places as `room` tokens hold, and no more than `most_trees`; or one. Shapes
+    are chosen from the data: few, for each is a program to compile; one more where it saves 3 % of the tokens. Batches of a
+    shape have as many trees: the last is filled with trees that have no rows.
     """
     if not trees:
         return []
     by_root, by_branches = (sorted(trees, key=lambda tree: tree.shape[::way]) for way in (1, -1))
-    _, of_shapes = min((_by_shape(ordered, most_tokens) for ordered in (by_root, by_branches)), key=lambda it: it[0])
-    cut = []
-    for group in of_shapes:
-        size = _batch_size(len(group), np.array([tree.shape for tree in group]).max(axis=0).sum(), most_tokens)
-        cut += [group[start : start + size] for start in range(0, len(group), size)]
-        cut[-1] = cut[-1] + [replace(group[0], rows=[], at=[])] * (size - len(cut[-1]))
-    return cut
+    size_of = partial(_batch_size, room=room, places=places, most_trees=most_trees)
+    _, groups = min((_by_shape(ordered, size_of) for ordered in (by_root, by_branches)), key=lambda it: it[0])
+    found = []
+    for group in groups:
+        shape = Shape.of(group)
+        size = int(size_of(len(group), shape.prefix + shape.branches))
+        filled = group + [replace(group[0], rows=[], at=[])] * (-len(group) % size)
+        found.append((shape, [filled[start : start + size] for start in range(0, len(filled), size)]))
+    return found
 
 
-def _by_shape(ordered: Sequence[Tree], most_tokens: int) -> tuple[float, list[list[Tree]]]:
+def _by_shape(ordered: Sequence[Tree], size_of: Callable[[Any, Any], Any]) -> tuple[float, list[list[Tree]]]:
     """The cut of the trees in this order into groups that are padded to a shape each, at the least cost, and that."""
     shapes = np.array([tree.shape for tree in ordered])
     ends = np.append(np.flatnonzero((shapes[1:] != shapes[:-1]).any(axis=1)) + 1, len(ordered))  # of equal shapes
@@ -225,7 +245,7 @@ def _by_shape(ordered: Sequence[Tree], most_tokens: int) -> tuple[float, list[li
     for end in range(1, len(ends) + 1):
         width = np.maximum.accumulate(widths[:end][::-1], axis=0)[::-1].sum(axis=1)
         count = ends[end - 1] - starts[:end]
-        size = _batch_size(count, width, most_tokens)
+        size = size_of(count, width)
         cost = best[:end] + -(-count // size) * size * width + extra
         begins[end] = cost.argmin()
         best[end] = cost[begins[end]]
@@ -236,16 +256,18 @@ def _by_shape(ordered: Sequence[Tree], most_tokens: int) -> tuple[float, list[li
     return float(best[-1]), cut[::-1]
 
 
-def _batch_size(count: Any, width: Any, most_tokens: int) -> Any:
-    """Trees of each of as few batches as hold `count` of a width, numbers or arrays."""
-    most = np.maximum(1, most_tokens // width)
-    return -(-count // -(-count // most))
+def _batch_size(count: Any, width: Any, room: int, places: int, most_trees: int | None) -> Any:
+    """Trees of each of as few batches as hold `count` of a width, numbers or arrays; a multiple of the places."""
+    most = np.maximum(1, room // width)
+    most = places * (most if most_trees is None else np.minimum(most, most_trees))
+    size = -(-count // -(-count // most))
+    return -(-size // places) * places
 
 
-def pack_rows(rows: Sequence[Row], answer_length: int | None = None) -> Batch:
-    """Each row alone as one batch, padded to the longest."""
+def pack_rows(rows: Sequence[Row], answer_length: int | None = None, longest: int = 0) -> Batch:
+    """Each row alone as one batch, padded to the longest, or to hold one of `longest` tokens."""
     answer_length = answer_length or max(len(answer) for _, answer in rows)
-    length = round_up(max(len(ids) + len(answer) for ids, answer in rows))
+    length = round_up(max(longest, *(len(ids) + len(answer) for ids, answer in rows)))
     tokens, _ = padded([ids + answer for ids, answer in rows], length)
     answers, answer_lengths = padded([answer for _, answer in rows], answer_length)
     return Batch(

@@ -17,7 +17,7 @@ that predict an answer token, L layers, V vocabulary.
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -38,6 +38,7 @@ from lpes_jax.prefixes import (
     Batch,
     Costs,
     Row,
+    Shape,
     SharedBatch,
     Tree,
     alone,
@@ -193,7 +194,7 @@ class Scorer:
         self._answer_length = max(len(answer) for _, answer in self._rows)
         self.longest = max(len(ids) + len(answer) for ids, answer in self._rows)
         self._table = put(self.model.config.rope_table(self.longest), self._everywhere)
-        self._share, self._given_chunk = share_prefixes, population_chunk
+        self._share, self._given_chunk, self._batch_size = share_prefixes, population_chunk, batch_size
         width = round_up(self.longest)
         self._fits = batch_size * width if batch_size else tokens_that_fit(self.model, width, self._answer_length)
         self._at_once = batch_size * width if batch_size else min(self._fits, tokens_worth_it(self.model, width))
@@ -227,10 +228,10 @@ class Scorer:
         trees = [tree_of(self._rows, [at]) for at in range(len(self._rows))] if by == "rows" else self._trees
         passes = []
         for kind in ([tree for tree in trees if (len(tree.rows) > 1) == shared] for shared in (False, True)):
-            widest = max((sum(tree.shape) for tree in kind), default=1)
-            for batch in batches(kind, max(1, self._at_once // widest) * widest * parts):
-                filled = batch + [replace(batch[0], rows=[], at=[])] * (-len(batch) % parts)
-                passes.append(self._pass(filled, by))
+            for shape, of_shape in batches(kind, self._at_once, parts, self._batch_size):
+                of_rows = [self._rows[at] for batch in of_shape for tree in batch for at in tree.rows]
+                longest = max(len(ids) + len(answer) for ids, answer in of_rows)
+                passes += [self._pass(batch, shape, longest, by) for batch in of_shape]
         tokens = max(_tokens(it.batch).size for it in passes) // parts
         read = max((it.batch.read if isinstance(it.batch, SharedBatch) else it.batch.answers).size for it in passes) // parts
         fits = planned_memory() // pass_bytes(self.model, tokens, read)
@@ -238,16 +239,15 @@ class Scorer:
         self._plans[by] = _Plan(passes, parts, chunk)
         return self._plans[by]
 
-    def _pass(self, trees: list[Tree], by: str) -> _Pass:
-        """A batch of trees; one that has no rows only fills it up."""
+    def _pass(self, trees: list[Tree], shape: Shape, longest: int, by: str) -> _Pass:
+        """A batch of trees, padded to a shape, or to the longest row; a tree that has no rows only fills it up."""
         rows = np.concatenate([tree.rows for tree in trees]).astype(int)
         if by == "rows":
             filled = np.concatenate([rows, np.repeat(rows[:1], len(trees) - len(rows))])
-            batch = pack_rows([self._rows[at] for at in filled], self._answer_length)
+            batch = pack_rows([self._rows[at] for at in filled], self._answer_length, longest)
             return _Pass(put(batch, self._by_population), np.arange(len(rows)), rows)
-        batch = pack_trees(trees, self._rows, self._answer_length)
-        most = batch.at.shape[1]
-        of = [b * most + r for b, tree in enumerate(trees) for r in range(len(tree.rows))]
+        batch = pack_trees(trees, self._rows, self._answer_length, shape)
+        of = [b * shape.rows + r for b, tree in enumerate(trees) for r in range(len(tree.rows))]
         return _Pass(put(batch, self._everywhere if by == "individuals" else self._by_population), np.array(of), rows)
 
     @property

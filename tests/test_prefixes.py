@@ -224,21 +224,26 @@ def test_the_model_of_memory_is_near_what_the_compiler_takes(tiny_model):
     assert memory.tokens_that_fit(tiny_model, 10**12, 1) == 10**12  # one row at least
 
 
-@given(st.lists(st.tuples(st.integers(1, 300), st.integers(0, 200)), min_size=1, max_size=60), st.integers(32, 2000))
-def test_batches_hold_every_tree_once_within_the_room_and_pad_less_than_one_shape_for_all(shapes, room):
+@given(
+    st.lists(st.tuples(st.integers(1, 300), st.integers(0, 200)), min_size=1, max_size=60),
+    st.integers(32, 2000),
+    st.integers(1, 4),
+    st.sampled_from([None, 1, 3]),
+)
+def test_batches_hold_every_tree_once_within_the_room_and_pad_less_than_one_shape_for_all(shapes, room, places, most):
     trees = [
         Tree([i], *(np.zeros(prefix + branches, int),) * 3, prefix, np.zeros(1, int), [np.zeros(1, int)])
         for i, (prefix, branches) in enumerate(shapes)
     ]
-
-    def padded(batch):
-        return len(batch) * sum(max(widths) for widths in zip(*(tree.shape for tree in batch), strict=True))
-
-    cut = batches(trees, room)
-    assert sorted(row for batch in cut for tree in batch for row in tree.rows) == list(range(len(trees)))
-    assert all(len(batch) == 1 or padded(batch) <= room for batch in cut)
-    tokens = sum(sum(tree.shape) for tree in trees)
-    kinds = {(len(batch), max(tree.shape[0] for tree in batch), max(tree.shape[1] for tree in batch)) for batch in cut}
-    whole = padded(trees)
-    if whole <= room:  # all could be one batch: what more shapes there are must pay
-        assert sum(map(padded, cut)) + 0.03 * tokens * (len(kinds) - 1) <= whole + 1
+    found = batches(trees, room, places, most)
+    assert sorted(row for _, cut in found for batch in cut for tree in batch for row in tree.rows) == list(range(len(trees)))
+    for shape, cut in found:
+        [size] = {len(batch) for batch in cut}  # a program a shape
+        assert size % places == 0 and size <= places * min(most or size, max(1, room // (shape.prefix + shape.branches)))
+        assert all(tree.shape[0] <= shape.prefix and tree.shape[1] <= shape.branches for batch in cut for tree in batch)
+        assert all(any(tree.rows for tree in batch) for batch in cut)
+    written = sum((shape.prefix + shape.branches) * len(batch) for shape, cut in found for batch in cut)
+    if places == 1 and most is None:  # what more shapes there are must pay
+        tokens, widest = sum(sum(tree.shape) for tree in trees), np.array([tree.shape for tree in trees]).max(axis=0).sum()
+        size = -(-len(trees) // -(-len(trees) // max(1, room // widest)))
+        assert written + 0.03 * tokens * (len(found) - 1) <= -(-len(trees) // size) * size * widest + 1e-6

@@ -29,8 +29,8 @@ class TaskFlags:
     """kv: what stands at the end of the prompt, before the answer (default: a space and a quote); '' admits a bare and a quoted
     value."""
     queries_per_haystack: int | None = None
-    """kv, mdqa: so many questions a position about the same pairs or documents, which stay, for those nearest to it (1: the
-    pair or document moves); mdqa: with --distractors random."""
+    """kv, mdqa: so many questions a position about the same pairs or documents, which stay, for those nearest to it, so
+    that a position is a mean of neighbours (1: the pair or document moves); mdqa: with --distractors random."""
     query_aware: bool = False
     """kv, mdqa: the question stands before the data as well."""
     num_documents: int | tuple[int, ...] | None = None

@@ -22,16 +22,16 @@ whatever the files, seeds and counts. Of the 2,655 questions 2,091 are for searc
 564 for testing (the paper measures on 500). Random distractors come from passages of the example's own split.
 
 `queries_per_haystack` > 1, with random distractors, asks several questions about the same documents, which then stay where they
-are: each is gold for a question of its own, and at a position the questions are asked whose documents stand nearest to it. So
-all prompts of a haystack, at all positions, are alike up to the question at their end, and what they share is computed once. No
-document has an answer to another one's question, and none stands in two haystacks.
+are: each is gold for a question of its own, and at a position the questions are asked whose documents stand nearest to it (so
+a position is the mean of so many neighbours). All prompts of a haystack, at all positions, are alike up to the question at
+their end: what they share is computed once. No document answers another one's question, and none stands in two haystacks.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 from lpes_jax.errors import UserError
 from lpes_jax.tasks.data import content_id, json_rows, need_file, split_of, take
@@ -39,6 +39,7 @@ from lpes_jax.tasks.metrics import FirstLine, best_subspan_em, contains, normali
 from lpes_jax.tasks.prompts import Generation, Prompt, Split
 from lpes_jax.tasks.prompts import position as position_of
 
+Item = TypeVar("Item")
 INSTRUCTION = (
     "Write a high-quality answer for the given question using only the provided search results "
     "(some of which might be irrelevant)."
@@ -126,10 +127,10 @@ class MultiDocumentQA(Generation):
             raise UserError(f"--num-documents must be at least 1, got {self.num_documents}")
         if self.query_aware and self.random_order:
             raise UserError("--query-aware and --random-order: lost-in-the-middle has no prompt with both; leave one out")
-        if not 1 <= self.queries_per_haystack <= self.num_documents:
+        if not 1 <= self.queries_per_haystack <= max(1, self.num_documents - 1):
             raise UserError(
-                f"--queries-per-haystack {self.queries_per_haystack}: one prompt asks for one of its {self.num_documents} "
-                "documents, so it goes from 1 to --num-documents"
+                f"--queries-per-haystack {self.queries_per_haystack}: it goes from 1 to one below --num-documents "
+                f"({self.num_documents}); else all positions would ask about all documents"
             )
         if self.queries_per_haystack > 1 and (self.distractors, self.mode, self.random_order) != ("random", "documents", False):
             raise UserError(
@@ -152,12 +153,14 @@ class MultiDocumentQA(Generation):
     def examples(self, split: Split, count: int | None, seed: int) -> list[Any]:
         """The first `count` questions of the split in the file's order; `seed` draws or shuffles distractors, no more.
 
-        Of type `Example`; or `Question` where a haystack has several: then `seed` draws the haystacks.
+        Of type `Example`; or `Question` where a haystack has several: then `seed` draws the haystacks and their order.
         """
         assert self.data is not None
         rows = self._read(self.data)
         if self.queries_per_haystack > 1:
-            asked = [Question(it, number) for it in self._haystacks(rows, seed) for number in range(self.queries_per_haystack)]
+            asked = [
+                Question(it, number) for it in self._haystacks(rows, split, seed) for number in range(self.queries_per_haystack)
+            ]
             return take(asked, split, count, lambda question: question_split(question.haystack[0].question), self.data)
         chosen = take(rows, split, count, lambda row: question_split(row.question), self.data)
         if self.mode != "documents":
@@ -224,23 +227,27 @@ class MultiDocumentQA(Generation):
             examples[key] = Example(example.question, example.answers, example.gold, example.distractors[:wanted])
         return list(examples.values())
 
-    def _haystacks(self, rows: list[Example], seed: int) -> list[tuple[Example, ...]]:
-        """As many as the passages give, of each split."""
+    def _haystacks(self, rows: list[Example], split: Split, seed: int) -> list[tuple[Example, ...]]:
+        """Of both splits, in an order of their own. Raises UserError where the one asked for has none."""
         found = []
-        for split, pool in _pools(rows).items():
-            rng = random.Random(f"lpes mdqa haystacks {seed} {split}")
-            left = list(pool.values())
-            left = [left.pop(rng.getrandbits(32) % len(left)) for _ in pool]
+        for of_split, pool in _pools(rows).items():
+            left = _drawn(list(pool.values()), f"lpes mdqa haystacks {seed} {of_split}")
             haystack: list[tuple[Example, str]] = []
             while len(haystack) + len(left) >= self.num_documents:
                 fitting = (at for at, it in enumerate(left) if all(_apart(it, other) for other in haystack))
-                if (at := next(fitting, None)) is None:
-                    break
+                if (at := next(fitting, None)) is None:  # none goes with all of these: on without the first
+                    left, haystack = haystack[1:] + left, []
+                    continue
                 haystack.append(left.pop(at))
                 if len(haystack) == self.num_documents:
                     found.append(tuple(row for row, _ in haystack))
                     haystack = []
-        return found
+        if not any(split in ("all", question_split(haystack[0].question)) for haystack in found):
+            raise UserError(
+                f"--num-documents {self.num_documents}: the passages of the {split!r} split of {self.data} make no haystack "
+                "in which none answers another's question; use fewer documents"
+            )
+        return _drawn(found, f"lpes mdqa order of haystacks {seed}")
 
     def _random_distractors(self, rows: list[Example], seed: int) -> Callable[[Example], tuple[Document, ...]]:
         pools = _pools(rows)
@@ -290,8 +297,13 @@ def _answers(text: str, answers: tuple[str, ...]) -> bool:
 
 
 def _shuffled(row: Example, seed: int) -> tuple[Document, ...]:
-    rng, left = random.Random(f"lpes mdqa order {seed} {normalise(row.question)}"), list(row.distractors)
-    return tuple(left.pop(rng.getrandbits(32) % len(left)) for _ in row.distractors)
+    return tuple(_drawn(row.distractors, f"lpes mdqa order {seed} {normalise(row.question)}"))
+
+
+def _drawn(items: Sequence[Item], seed: str) -> list[Item]:
+    """In a random order, the same everywhere."""
+    rng, left = random.Random(seed), list(items)
+    return [left.pop(rng.getrandbits(32) % len(left)) for _ in items]
 
 
 def _parse(row: dict[str, Any], number: int, where: str) -> Example:

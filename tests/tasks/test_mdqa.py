@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -200,6 +201,10 @@ def test_a_haystack_has_no_answer_to_another_question_of_its_own(rows_file):
     task = MultiDocumentQA(rows_file(*rows), num_documents=3, distractors="random", queries_per_haystack=2)
     examples = task.examples("all", None, 0)
     assert examples and all(sum("twin" in it.answers for it in example.haystack) <= 1 for example in examples)
+    splits = [question_split(example.haystack[0].question) for example in examples]
+    assert set(splits[:10]) == {"search", "test"}  # not one behind the other
+    with pytest.raises(UserError, match="--num-documents 50: the passages of the 'test' split of .* make no haystack"):
+        replace(task, num_documents=50).examples("test", 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +235,10 @@ def test_settings_that_cannot_be(rows_file):
         ({"data": "nowhere.jsonl"}, "--data nowhere.jsonl: no such file; the files are in nelson-liu"),
         ({"data": data, "num_documents": 0}, "--num-documents must be at least 1, got 0"),
         ({"data": data, "query_aware": True, "random_order": True}, "no prompt with both"),
-        ({"data": data, "num_documents": 2, "distractors": "random", "queries_per_haystack": 3}, "from 1 to --num-documents"),
+        (
+            {"data": data, "num_documents": 2, "distractors": "random", "queries_per_haystack": 2},
+            "from 1 to one below --num-documents",
+        ),
         ({"data": data, "queries_per_haystack": 2}, "--queries-per-haystack above 1 needs --distractors random"),
         ({"data": data, "num_pairs": 5}, "--num-pairs is no setting of --task mdqa; it has: --data, --num-documents"),
     ):
