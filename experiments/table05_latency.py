@@ -154,7 +154,7 @@ def costs(run: Callable[..., Any], arguments: Mapping[str, tuple[Any, ...]], rep
     known: dict[Any, Any] = {}
     programs = {name: compiled(run, given, known) for name, given in arguments.items()}
     seconds: dict[str, list[float]] = {name: [] for name in programs}
-    order = np.random.default_rng(0)  # a method runs slower behind one that heats the device: none has a place of its own
+    order = np.random.default_rng(0)  # drawn anew each round: no method always comes behind the same one
     for _ in range(repeats + 1):
         for name in order.permutation(list(programs)):
             program, leaves = programs[name]

@@ -313,7 +313,7 @@ def _costs(
             method = candidate.method(model.config, batch.tokens.shape[1])
         programs[candidate.name] = method, *_compiled(model, batch, method)
     seconds: dict[str, list[float]] = {name: [] for name in programs}
-    order = np.random.default_rng(0)  # a method runs slower behind one that heats the device: none has a place of its own
+    order = np.random.default_rng(0)  # drawn anew each round: no method always comes behind the same one
     for _ in range(repeats + 1):
         for name in order.permutation(list(programs)):
             _, program, leaves = programs[name]

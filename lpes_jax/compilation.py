@@ -16,9 +16,6 @@ versions, XLA's flags and the device, so that nothing stale is found.
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +75,7 @@ def described() -> str:
 
 
 def compilations(since: float = 0.0) -> dict[str, Any]:
-    """Programs that this process compiled since a time (of `time.time`), and XLA's seconds; those found in the cache apart.
-
-    Seconds of programs that are compiled side by side are added up: they may be more than went by.
-    """
+    """Programs that this process compiled since a time (of `time.time`), and XLA's seconds; those found in the cache apart."""
     compiled = [seconds for when, seconds, found in _log if when >= since and not found]
     found = [seconds for when, seconds, found in _log if when >= since and found]
     return {
@@ -90,19 +84,6 @@ def compilations(since: float = 0.0) -> dict[str, Any]:
         "from_cache": len(found),
         "seconds_from_cache": round(sum(found), 3),
     }
-
-
-def compile_together(program: Any, calls: Sequence[tuple[Any, ...]]) -> None:
-    """Compile a jitted `program` for several calls side by side, in threads; the calls themselves compile nothing, then.
-
-    Worth it for calls of different shapes. Not of several processes, which agree upon some programs, nor on several GPUs, where
-    this has not been tried: there each call compiles its own.
-    """
-    if len(calls) < 2 or jax.process_count() > 1 or (jax.device_count() > 1 and jax.default_backend() != "cpu"):
-        return
-    lowered = [program.lower(*call) for call in calls]
-    with ThreadPoolExecutor() as pool:
-        deque(pool.map(lambda it: it.compile(), lowered), maxlen=0)  # raises what one of them raised
 
 
 def _setting(name: str) -> Any:

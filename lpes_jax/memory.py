@@ -12,7 +12,7 @@ from lpes_jax.mesh import least, mesh_of
 from lpes_jax.models.llama.attention import logits_at_once
 from lpes_jax.models.llama.model import Llama
 
-_BUSY = 2**47  # FLOP of a pass that keeps a large GPU busy
+_BUSY = 2**47  # FLOP of a pass that is to keep a large GPU busy: seen for a 7B shape, assumed for others
 _CPU_MEMORY = 2**31  # bytes that activations may take where the device does not say how much it has
 
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.prefix import Trees, single_prompts
-from lpes_jax.pytree import pytree
 
 Row = tuple[list[int], list[int]]  # prompt ids, answer ids
 
@@ -31,7 +31,7 @@ _SHAPE = 0.03  # of all tokens, which one more shape of batches must save: it is
 _PAIR = {"cpu": (2.0, 2.0), "gpu": (2.0, 4.0)}
 
 
-@pytree()
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Batch:
     """Prompts with their answers behind them, padded on the right; `first` is where the first answer token is predicted."""
@@ -42,7 +42,7 @@ class Batch:
     is_answer: Bool[Array, "B A"]
 
 
-@pytree()
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SharedBatch:
     """Trees of rows. Answer token a of row r is predicted at the index `read[at[r, a]]` of its tree."""

@@ -20,12 +20,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from lpes_jax.errors import UserError
-from lpes_jax.pytree import pytree
 
 Granularity = Literal["layer", "layer_band", "layer_group", "layer_group_band"]
 GRANULARITIES: tuple[str, ...] = get_args(Granularity)
@@ -162,7 +162,7 @@ class RopeParameters:
         return int(head_dim * self.partial_rotary_factor)
 
 
-@pytree()
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RopeTable:
     """What the model needs to rotate: `inv_freq` in radians per position, and what cos and sin are multiplied by.

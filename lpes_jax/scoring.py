@@ -27,7 +27,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from lpes_jax.compilation import compile_together
 from lpes_jax.errors import UserError
 from lpes_jax.memory import out_of_memory, pass_bytes, planned_memory, tokens_that_fit, tokens_worth_it
 from lpes_jax.mesh import BY_POPULATION, EVERYWHERE, least, make_mesh, mesh_of, over_population, put, put_model, to_host
@@ -297,11 +296,8 @@ class Scorer:
         return self._run(_sharded_scores, calls)
 
     def _run(self, program: Any, calls: Sequence[tuple[Any, ...]]) -> list[tuple[Array, Array]]:
-        """What the calls give; the shapes that are new are compiled side by side before."""
-        shapes = [_shapes(call) for call in calls]
-        new = {shape: call for shape, call in zip(shapes, calls, strict=True) if shape not in self._shapes}
-        compile_together(program, list(new.values()))
-        self._shapes |= new.keys()
+        """What the calls give."""
+        self._shapes |= {_shapes(call) for call in calls}
         return [program(*call) for call in calls]
 
     def of_method(self, method: Method, on_prompts: Callable[[int], None] = lambda count: None) -> Scores:

@@ -13,7 +13,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from lpes_jax import compilation
-from lpes_jax.compilation import compilations, compile_together, keep_programs
+from lpes_jax.compilation import compilations, keep_programs
 
 NAMES = ("jax_compilation_cache_dir", "jax_enable_compilation_cache", *compilation.SETTINGS)
 
@@ -103,13 +103,3 @@ def test_commands_keep_programs_and_an_import_does_not(tmp_path):
     )
     assert done.stdout == "[]\n" and "--limit must be at least 1" in done.stderr
     assert (tmp_path / "compiled").is_dir()
-
-
-def test_what_was_compiled_together_is_not_compiled_again():
-    program, started = jax.jit(lambda x, y: x @ y + 1), time.time()
-    calls = [(jnp.ones((size, 3)), jnp.ones((3, 2))) for size in (2, 3, 5)]
-    compile_together(program, calls)
-    before = compilations(since=started)["programs"]
-    assert before >= 3
-    assert [program(*call).shape for call in calls] == [(2, 2), (3, 2), (5, 2)]
-    assert compilations(since=started)["programs"] == before

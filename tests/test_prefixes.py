@@ -182,7 +182,6 @@ def test_a_pass_that_runs_out_of_memory_is_done_again_in_smaller_ones(tiny_model
             return (jnp.zeros(2**44),) * 2  # XLA's own error
         return run(model, batch, factors, *more)
 
-    in_little_memory.lower = run.lower
     monkeypatch.setattr(scoring, "_sharded_scores", in_little_memory)
     scorer, done = Scorer(tiny_model, prompts, batch_size=6, population_chunk=4), []
     scores = scorer(factors, on_prompts=done.append)

@@ -32,7 +32,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,7 +51,6 @@ from lpes_jax.models.llama.attention import cached_attention, causal_attention
 from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.method import Layer, Method, of_attention
 from lpes_jax.models.llama.model import Llama
-from lpes_jax.pytree import pytree
 from lpes_jax.rope import cos_sin, rotate
 from lpes_jax.text_nll import token_nll
 
@@ -59,7 +58,7 @@ BASES = (10_000.0, 17_500.0, 18_000.0, 19_000.0, 20_000.0, 22_500.0, 25_000.0)
 _LEAVES = ("w1", "w2", "w3")
 
 
-@pytree("bases")
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Router:
     """The routers of all layers, weights stored as [in, out], and the bases that they choose from."""
@@ -67,7 +66,7 @@ class Router:
     w1: Float[Array, "*layers D n"]
     w2: Float[Array, "*layers n n"]
     w3: Float[Array, "*layers D n"]
-    bases: tuple[float, ...]
+    bases: tuple[float, ...] = field(metadata={"static": True})
 
     @classmethod
     def init(cls, key: jax.Array, config: LlamaConfig, bases: Sequence[float] = BASES) -> "Router":

@@ -29,11 +29,10 @@ from jaxtyping import Array, Bool, Float, Int
 from lpes_jax.mesh import BY_POPULATION, put
 from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.prefixes import Costs, SharedBatch, families, pack_trees, tree_of
-from lpes_jax.pytree import pytree
 from lpes_jax.tasks.prompts import EncodedPrompt
 
 
-@pytree()
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Examples:
     """Prompts of one task in trees, R rows a prompt, of which `is_row` are answers of its own; all that is alike is shared.

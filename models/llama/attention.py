@@ -21,8 +21,8 @@ from lpes_jax.mesh import over_heads
 
 _BLOCK = 128  # queries a step on the CPU; 64 to 256 measured within noise of each other
 _SPANS = 8
-# Keys under a mask, up to which cuDNN's kernel is differentiated. It is right with 4,544; a search on prompts of 10,700
-# tokens had a loss that was not finite, and why is not known.
+# Keys under a mask, up to which cuDNN's kernel is differentiated. Alone it is right with 4,544 and with 11,648; a search on
+# prompts of 10,700 tokens had a loss that was not finite, and why is not known.
 _KEYS_OF_A_GRADIENT = 4608
 # Bytes of attention logits that are in memory together, of one block or of several short rows. On a CPU its caches must hold
 # them: 64 MiB took up to twice as long.

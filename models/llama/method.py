@@ -22,7 +22,6 @@ from jaxtyping import Array, Float, Int
 
 from lpes_jax.errors import UserError
 from lpes_jax.models.llama.config import LlamaConfig
-from lpes_jax.pytree import pytree
 from lpes_jax.rope import RopeTable
 
 
@@ -77,7 +76,6 @@ class Channel(NamedTuple):
     factor: Float[Array, "*layers"]
 
 
-@pytree("attention")
 @dataclass(frozen=True)
 class Replacement:
     """An attention and its parameters, every leaf `[L, ...]`; or no attention, and a `Channel` as the parameters."""
@@ -86,7 +84,6 @@ class Replacement:
     attention: Attention | None
 
 
-@pytree("merge", "passes")
 @dataclass(frozen=True)
 class Method:
     """See above. `tables`: `inv_freq` `[n, L, G, half]`, `attention_scaling` `[n]`. `passes`: forward passes a token."""
@@ -95,6 +92,10 @@ class Method:
     replacement: Replacement | None = None
     merge: Callable[[Float[Array, "n B A V"]], Float[Array, "B A V"]] | None = None
     passes: float = 1.0
+
+
+jax.tree_util.register_dataclass(Replacement, data_fields=["parameters"], meta_fields=["attention"])
+jax.tree_util.register_dataclass(Method, data_fields=["tables", "replacement"], meta_fields=["merge", "passes"])
 
 
 def of_table(table: RopeTable) -> Method:

@@ -21,13 +21,11 @@ from jaxtyping import Array, Float, Int
 
 from lpes_jax.models.llama.attention import causal_attention, masked_attention
 from lpes_jax.models.llama.model import Llama, decoder_layer, layer_rows, rms_norm
-from lpes_jax.pytree import pytree
 from lpes_jax.rope import RopeTable, cos_sin, rotate
 
 _SHORT = 256  # tokens of a tree, below which the last layer is as the others
 
 
-@pytree("prefix")
 @dataclass(frozen=True)
 class Trees:
     """See above. The token with index j is seen by those with j <= index < ends[j]. `prefix`: static, the root's width."""
@@ -36,6 +34,9 @@ class Trees:
     positions: Int[Array, "B T"]
     ends: Int[Array, "B T"]
     prefix: int
+
+
+jax.tree_util.register_dataclass(Trees, data_fields=["tokens", "positions", "ends"], meta_fields=["prefix"])
 
 
 def single_prompts(tokens: Int[Array, "B T"]) -> Trees:
