@@ -5,13 +5,13 @@
         --factors KV_RUN/factors.json --mdqa-factors MDQA_RUN/factors.json
 
 Each task is a `python -m lpes_jax.compare` (which says how settings are tuned and costs measured) at the paper's positions, in
-a folder of its own; a folder with results is not run again, and `--part i/n` runs every n-th. A last call without it writes
-tables.md and summary.json.
+a folder of its own; a folder with results is not run again, one that was cut off goes on, and `--part i/n` runs every n-th. A
+last call without it writes tables.md and summary.json.
 """
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -154,7 +154,7 @@ def results_of(settings: CompareSettings) -> dict[str, Any]:
     """The results of a finished comparison. Raises UserError where its settings were others."""
     results = read_json(settings.output_path / "results.json")
     wanted = json.loads(json.dumps(asdict(settings), default=str))
-    for name in sorted(wanted.keys() - {"output_path", "batch_size"}):
+    for name in sorted(wanted.keys() - {"output_path", "batch_size", "resume"}):
         if (ran := results["config"].get(name)) != wanted[name]:
             raise UserError(
                 f"{settings.output_path} was run with {name}={ran!r}, not {wanted[name]!r}; give the same flags or another "
@@ -181,7 +181,7 @@ def main(s: Settings) -> None:
     for number, (name, settings) in enumerate(cells.items()):
         if in_part(number, s.part) and not (settings.output_path / "results.json").exists():
             print(f"== {name}", flush=True)
-            run_comparison(settings)
+            run_comparison(replace(settings, resume=(settings.output_path / "unfinished").exists()))
     if s.part != "0/1":
         raise SystemExit(f"part {s.part} is done; when all are, the same command without --part writes the tables")
     results = {name: results_of(settings) for name, settings in cells.items()}

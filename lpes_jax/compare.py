@@ -14,12 +14,17 @@ the same prompts: the median of --repeats rounds, in which all methods take turn
 beside weights and prompts.
 
 OUT gets results.json, results.md, samples.jsonl, the picture positions.{png,svg}, and report.html, a page with all of it.
+A comparison that was cut off goes on with --resume: methods that were tuned and measured are not again.
 """
 
+import contextlib
+import json
+import shutil
+import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,9 +33,19 @@ import jax
 import numpy as np
 
 from lpes_jax.cli import run_verb
-from lpes_jax.errors import UserError
-from lpes_jax.evaluation import BASELINE, Candidate, default_metrics, evaluate, results_record, rows, slots_of, write_samples
-from lpes_jax.factors import LayerFactors, write_json
+from lpes_jax.errors import Interrupted, UserError
+from lpes_jax.evaluation import (
+    BASELINE,
+    Candidate,
+    Outcome,
+    default_metrics,
+    evaluate,
+    results_record,
+    rows,
+    slots_of,
+    write_samples,
+)
+from lpes_jax.factors import LayerFactors, read_json, write_json
 from lpes_jax.methods import Maker
 from lpes_jax.methods.attention_buckets import BASES, attention_buckets
 from lpes_jax.methods.hidden_channel import FACTORS, hidden_channel, positional_channels
@@ -41,6 +56,7 @@ from lpes_jax.methods.tables import dynamic_ntk, lpes, mean_of, ntk_by_base, pos
 from lpes_jax.models.llama import Loaded, load
 from lpes_jax.models.llama.method import Method, of_table
 from lpes_jax.models.llama.model import Llama
+from lpes_jax.provenance import content_sha256
 from lpes_jax.report.html import write_page
 from lpes_jax.report.plots import u_curve
 from lpes_jax.report.progress import SearchProgress
@@ -65,6 +81,8 @@ NAMES = (
     "lpes",
 )
 _TIMED_PROMPTS = 8
+_DECIDES = "settings.json"
+_PLAIN = ("compilations", "prompt_tokens", "counts", "outputs", "output_tokens")  # of an Outcome: JSON as they are
 
 
 @dataclass(frozen=True)
@@ -113,6 +131,8 @@ class CompareSettings(TaskFlags):
     """auto: bfloat16 on a GPU, float32 on a CPU."""
     batch_size: int | None = None
     """Prompts a forward pass (default: chosen from the memory)."""
+    resume: bool = False
+    """Go on with the comparison in --output-path that was cut off; all other flags as they were."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +160,7 @@ def run_comparison(settings: CompareSettings) -> dict[str, Any]:
     found = None if settings.factors is None else LayerFactors.load(settings.factors)
     loaded = load(settings.model, settings.dtype)
     places = slots_of(task, settings.positions if task.num_items > 1 else (0,))
+    kept = _Kept(settings, loaded)
     config, refused = loaded.model.config, {}
     choices: dict[str, list[Choice]] = {}
     for name in names:
@@ -153,12 +174,17 @@ def run_comparison(settings: CompareSettings) -> dict[str, Any]:
                 raise
             choices.pop(name, None)
             refused[name] = str(error)
-    with SearchProgress(len(choices) * len(held_out) * len(places)) as progress:
+    with kept.interruptible(), SearchProgress(len(choices) * len(held_out) * len(places)) as progress:
         scorer = _scorer(settings, loaded, task, searched, places)
         tuned: dict[str, tuple[Choice, list[dict[str, Any]]]] = {}
         for name, of_method in choices.items():
-            progress.note(f"tuning {name}")
-            tuned[name] = _tune(scorer, of_method, config)
+            if name not in kept.tuned:
+                progress.note(f"tuning {name}")
+                choice, tried = _tune(scorer, of_method, config)
+                kept.keep("tuned", name, {"setting": choice.setting, "tried": tried})
+            it = kept.tuned[name]
+            every = [choice for one in of_method for choice in (one, *one.then)]
+            tuned[name] = next(choice for choice in every if choice.setting == it["setting"]), it["tried"]
         candidates = [Candidate(name, method=chosen.maker) for name, (chosen, _) in tuned.items()]
         progress.note("measuring on held-out questions")
         outcomes = evaluate(
@@ -174,11 +200,12 @@ def run_comparison(settings: CompareSettings) -> dict[str, Any]:
             overlength=settings.overlength,
             batch_size=settings.batch_size,
             on_prompts=progress.prompts,
+            earlier={name: _outcome_of(it) for name, it in kept.measured.items()},
+            on_outcome=lambda outcome: kept.keep("measured", outcome.candidate.name, _record_of(outcome)),
         )
         progress.note("timing")
         costs = _costs(loaded, outcomes[0].prompts[:_TIMED_PROMPTS], candidates, settings.repeats)
-    config_record = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(settings).items()}
-    record = results_record(task, outcomes, places, config_record | {"model_identity": loaded.identity}, started)
+    record = results_record(task, outcomes, places, _as_record(settings) | {"model_identity": loaded.identity}, started)
     for name, figures in record["methods"].items():
         figures |= {
             "setting": tuned[name][0].setting,
@@ -187,7 +214,91 @@ def run_comparison(settings: CompareSettings) -> dict[str, Any]:
         }
     record["refused"] = refused
     _write(settings, loaded, title_of(settings, task), outcomes, places, record)
+    kept.drop()
     return record
+
+
+class _Kept:
+    """What is tuned and measured, by the method's name: in files under OUT/unfinished until the comparison is done.
+
+    Raises UserError for a folder with such files, unless it is to be resumed and all that decides the results is as it was.
+    """
+
+    def __init__(self, settings: CompareSettings, loaded: Loaded):
+        self.path, out = settings.output_path / "unfinished", settings.output_path
+        files = {name: it for name in ("data", "factors", "router", "text") if (it := getattr(settings, name)) is not None}
+        contents = {f"the contents of --{name}": content_sha256(it) for name, it in files.items() if it.exists()}
+        decides = {name: it for name, it in _as_record(settings).items() if name not in ("output_path", "batch_size")}
+        self._decides = json.loads(
+            json.dumps(decides | contents | {f"model's {name}": it for name, it in loaded.identity.items()})
+        )
+        if settings.resume and not self.path.exists():
+            raise UserError(f"--resume: {out} holds no comparison that was cut off; leave --resume out to begin one")
+        if self.path.exists():
+            if not settings.resume:
+                raise UserError(f"--output-path {out} holds a comparison that was cut off; give --resume, or another folder")
+            before = read_json(self.path / _DECIDES)
+            for name in sorted(before | self._decides):
+                if (was := before.get(name)) != (now := self._decides.get(name)):
+                    named = f"{name.replace('_', '-')} {was!r} (now {now!r})"
+                    raise UserError(f"--resume: {out} was begun with {named}; give the same or another --output-path")
+        self.tuned, self.measured = self._read("tuned"), self._read("measured")
+
+    def _read(self, what: str) -> dict[str, Any]:
+        return {path.name.partition(".")[0]: read_json(path) for path in self.path.glob(f"*.{what}.json")}
+
+    def keep(self, what: Literal["tuned", "measured"], name: str, record: dict[str, Any]) -> None:
+        """Of a method, on the disk and in mind."""
+        if not self.path.exists():
+            _make(self.path)
+            write_json(self.path / _DECIDES, self._decides)
+        write_json(self.path / f"{name}.{what}.json", record)
+        getattr(self, what)[name] = record
+
+    def drop(self) -> None:
+        """Remove the files: the results are written."""
+        shutil.rmtree(self.path)
+
+    @contextlib.contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """A SIGINT or SIGTERM in here says how to go on."""
+        try:
+            yield
+        except KeyboardInterrupt as stop:
+            way_on = "interrupted, and nothing was measured yet"
+            if self.path.exists():
+                way_on = f"interrupted; what was measured is in {self.path}: the same command with --resume goes on from there"
+            raise Interrupted(getattr(stop, "number", signal.SIGINT), way_on) from None
+
+
+def _record_of(outcome: Outcome) -> dict[str, Any]:
+    """All of an outcome but its candidate and its prompts, as JSON has it."""
+    scores = {metric: values.tolist() for metric, values in outcome.scores.items()}
+    likelihood, begun = outcome.log_likelihood, outcome.prefix_of_outputs
+    return {
+        "scores": scores,
+        "log_likelihood": None if likelihood is None else [[str(value) for value in row] for row in likelihood],  # may be -inf
+        "prefix_of_outputs": None if begun is None else begun.tolist(),
+        **{name: getattr(outcome, name) for name in _PLAIN},
+    }
+
+
+def _outcome_of(record: Mapping[str, Any]) -> Outcome:
+    """The outcome of a record; `evaluate` gives it its candidate and prompts."""
+    likelihood, begun = record["log_likelihood"], record["prefix_of_outputs"]
+    return Outcome(
+        Candidate(""),
+        [],
+        {metric: np.array(values) for metric, values in record["scores"].items()},
+        None if likelihood is None else np.array(likelihood, np.float32),
+        prefix_of_outputs=None if begun is None else np.array(begun),
+        **{name: record[name] for name in _PLAIN},
+    )
+
+
+def _as_record(settings: CompareSettings) -> dict[str, Any]:
+    flags = {name: value for name, value in asdict(settings).items() if name != "resume"}
+    return {name: str(value) if isinstance(value, Path) else value for name, value in flags.items()}
 
 
 def _names(settings: CompareSettings) -> tuple[str, ...]:
@@ -351,10 +462,7 @@ def _write(
     record: dict[str, Any],
 ) -> None:
     folder = settings.output_path
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--output-path {folder}: cannot be written ({error.strerror})") from error
+    _make(folder)
     positions = [position for _, position in places]
     title = f"{loaded.identity['name']}, {what}, {len(outcomes[0].main)} held-out questions"
     write_samples(folder / "samples.jsonl", outcomes)
@@ -382,6 +490,13 @@ def _write(
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output-path {folder}: cannot be written ({error.strerror})") from error
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -16,11 +16,12 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -125,11 +126,14 @@ def evaluate(
     batch_size: int | None = None,
     on_prompts: Report = lambda count: None,
     measured: dict[Any, Outcome] | None = None,
+    earlier: Mapping[str, Outcome] = MappingProxyType({}),
+    on_outcome: Callable[[Outcome], None] = lambda outcome: None,
 ) -> list[Outcome]:
     """Every candidate on every example with its fact at every place (`slots_of`).
 
     `measured`: outcomes of earlier calls with the same model, by what was asked and the factors; those that come are added. The
-    same factors are measured once.
+    same factors are measured once. `earlier`: the same by candidates' names, of a call that was cut off; `on_outcome` gets each
+    new one as it comes.
 
     Raises UserError for a metric that the task has not, for prompts that are too long (`overlength`: or leaves their questions
     out), and for fewer new tokens than the longest gold answer has.
@@ -170,13 +174,17 @@ def evaluate(
             if candidate.plain == plain
         ]
         for candidate, key in chosen:
+            if candidate.name in earlier:
+                measured[key] = earlier[candidate.name]
             if key in measured or key in of_key:
                 on_prompts(len(prompts))
             else:
                 of_key[key] = candidate
         if of_key:
             new = measure.outcomes(version, prompts, len(places), list(of_key.values()), counts)
-            measured |= {key: replace(outcome, prompts=[]) for key, outcome in zip(of_key, new, strict=True)}
+            for key, outcome in zip(of_key, new, strict=True):
+                on_outcome(outcome)
+                measured[key] = replace(outcome, prompts=[])
         outcomes += [
             replace(measured[key], candidate=candidate, prompts=prompts, counts=measured[key].counts | counts)
             for candidate, key in chosen
@@ -222,7 +230,7 @@ class _Measure:
 
     def outcomes(
         self, task: Task, prompts: list[Prompt], num_places: int, candidates: Sequence[Candidate], counts: dict[str, int]
-    ) -> list[Outcome]:
+    ) -> Iterator[Outcome]:
         window, shape = self.model.config.max_position_embeddings, (len(prompts) // num_places, num_places)
         encoded = task_prompts.encode(prompts, self.tokenizer, window)
         verdicts, alone = None, None
@@ -237,7 +245,6 @@ class _Measure:
             longest = max((len(ids) for prompt in encoded for ids in prompt.answers), default=0)
             if self.new_tokens < longest:
                 raise UserError(f"--max-new-tokens {self.new_tokens} is below the longest gold answer, {longest} tokens")
-        outcomes = []
         for candidate in candidates:
             factors = candidate.factors or LayerFactors.uniform(1.0, self.model.config.num_layers)
             scores: dict[str, np.ndarray] = {}
@@ -260,8 +267,7 @@ class _Measure:
             )
             if self.new_tokens:
                 outcome = self._generated(outcome, task, encoded, factors, shape)
-            outcomes.append(replace(outcome, scores={metric: outcome.scores[metric] for metric in self.metrics}))
-        return outcomes
+            yield replace(outcome, scores={metric: outcome.scores[metric] for metric in self.metrics})
 
     def _verdicts(
         self, scorer: Scorer | OptionScorer, candidate: Candidate, factors: LayerFactors, on_prompts: Report

@@ -1,6 +1,11 @@
 """The verb compare, on a tiny random model: everything is measured, nothing is claimed of its accuracy."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -9,7 +14,7 @@ import pytest
 
 from lpes_jax.compare import NAMES, CompareSettings, run_comparison
 from lpes_jax.errors import UserError
-from lpes_jax.factors import LayerFactors
+from lpes_jax.factors import LayerFactors, read_json, write_json
 from lpes_jax.methods.moice import Router
 from lpes_jax.models.llama import LlamaConfig
 from lpes_jax.statistics import holm
@@ -74,6 +79,55 @@ def test_what_cannot_be_had_is_named(model_folder, tmp_path):
     with pytest.raises(UserError, match="--budget must be at least 1"):
         run_comparison(settings(budget=0))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_comparison_that_is_killed_goes_on(compared, model_folder, tmp_path):
+    folder, whole = compared
+    names = ("baseline", "uniform", "self_extend", "lpes")
+    out, flags = tmp_path / "out", ["--positions", "0", "100", "--model", str(model_folder)]
+    for name, value in SMALL.items():
+        flags += [f"--{name.replace('_', '-')}", str(value)]
+    flags += [
+        "--factors",
+        str(folder / "factors.json"),
+        "--router",
+        str(folder / "router.safetensors"),
+        "--output-path",
+        str(out),
+    ]
+    command = [sys.executable, "-m", "lpes_jax.compare", *flags, "--output-path", str(out), "--methods", *names]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    measured = out / "unfinished/uniform.measured.json"
+    while not measured.exists() and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == 143 and said.strip().splitlines()[-1].endswith("--resume goes on from there")
+    assert not (out / "results.json").exists()
+
+    settings = CompareSettings(
+        **SMALL, model=str(model_folder), factors=folder / "factors.json", router=folder / "router.safetensors",
+        positions=(0, 100), output_path=out, methods=names,
+    )  # fmt: skip
+    with pytest.raises(UserError, match="holds a comparison that was cut off; give --resume, or another folder"):
+        run_comparison(settings)
+    with pytest.raises(UserError, match=r"was begun with test-limit 2 \(now 3\); give the same or another"):
+        run_comparison(replace(settings, test_limit=3, resume=True))
+    # What stands there is taken as it is: a figure that no run gives comes out again.
+    record, tuned = read_json(measured), read_json(out / "unfinished/uniform.tuned.json")
+    write_json(measured, record | {"scores": {"prefix": [[0.25, 0.25], [0.25, 0.25]]}})
+    write_json(out / "unfinished/uniform.tuned.json", tuned | {"tried": [tuned["tried"][0] | {"accuracy": 0.125}]})
+    resumed = run_comparison(replace(settings, resume=True))
+    assert resumed["methods"]["uniform"]["acc,none"] == 0.25
+    assert [it["accuracy"] for it in resumed["methods"]["uniform"]["tuning"]["tried"]] == [0.125]
+    assert list(resumed["methods"]) == list(names) and not (out / "unfinished").exists()
+    for name in ("baseline", "self_extend", "lpes"):
+        now, before = resumed["methods"][name], whole["methods"][name]
+        assert now["setting"] == before["setting"] and now["acc_by_position"] == before["acc_by_position"]
+        likelihoods = before["log_likelihood_by_position"]
+        assert now["log_likelihood_by_position"] == pytest.approx(likelihoods, abs=1e-3)
+    with pytest.raises(UserError, match="holds no comparison that was cut off; leave --resume out to begin one"):
+        run_comparison(replace(settings, resume=True))
 
 
 def test_holm_by_hand():
