@@ -385,7 +385,9 @@ def _scorer(
         return OptionScorer(loaded.model, loaded.tokenizer, prompts, batch_size=settings.batch_size)
     if not prompts or not all(prompt.answers for prompt in prompts):
         return None
-    return Scorer(loaded.model, encode(prompts, loaded.tokenizer, window), batch_size=settings.batch_size)
+    return Scorer(
+        loaded.model, encode(prompts, loaded.tokenizer, window), batch_size=settings.batch_size, individuals=settings.budget
+    )
 
 
 def _tune(scorer: Scorer | OptionScorer | None, choices: Sequence[Choice], config: Any) -> tuple[Choice, list[dict[str, Any]]]:

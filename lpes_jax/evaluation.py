@@ -234,13 +234,14 @@ class _Measure:
         window, shape = self.model.config.max_position_embeddings, (len(prompts) // num_places, num_places)
         encoded = task_prompts.encode(prompts, self.tokenizer, window)
         verdicts, alone = None, None
+        count = len(candidates)
         half = self.model.embed[...].dtype.itemsize < 4
         if task.decided_by == "options":
-            verdicts = OptionScorer(self.model, self.tokenizer, prompts, batch_size=self.batch_size)
-            alone = OptionScorer(self.model, self.tokenizer, prompts[:ALONE], batch_size=1) if half else None
+            verdicts = OptionScorer(self.model, self.tokenizer, prompts, batch_size=self.batch_size, individuals=count)
+            alone = OptionScorer(self.model, self.tokenizer, prompts[:ALONE], batch_size=1, individuals=count) if half else None
         elif "prefix" in self.metrics:
-            verdicts = Scorer(self.model, encoded, batch_size=self.batch_size)
-            alone = Scorer(self.model, encoded[:ALONE], batch_size=1) if half else None
+            verdicts = Scorer(self.model, encoded, batch_size=self.batch_size, individuals=count)
+            alone = Scorer(self.model, encoded[:ALONE], batch_size=1, individuals=count) if half else None
         if self.new_tokens:
             longest = max((len(ids) for prompt in encoded for ids in prompt.answers), default=0)
             if self.new_tokens < longest:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from lpes_jax.memory import out_of_memory, tokens_that_fit, tokens_worth_it
+from lpes_jax.memory import out_of_memory, tokens_of_a_compilation, tokens_that_fit, tokens_worth_it
 from lpes_jax.mesh import least, mesh_of, to_host
 from lpes_jax.models.llama.generate import greedy
 from lpes_jax.models.llama.method import Method, of_table
@@ -102,7 +102,8 @@ def generate_ids(
         // len(method.tables.inv_freq)
     )
     of_device = batch_size or max(1, min(math.ceil(len(prompts) / places), at_once))
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+    width, compilation = longest, tokens_of_a_compilation(model)
     outputs: list[list[int]] = [[] for _ in prompts]
     ends = frozenset(stop)
     start = 0
@@ -111,7 +112,11 @@ def generate_ids(
         at = order[start : start + size]
         chosen = [list(prompts[i]) for i in at]
         padding = [chosen[0]] * (size - len(chosen))  # the last batch is as large as the others: one compilation
-        width = min(longest, round_up(len(chosen[-1]), 4))  # steps of a quarter of its power of two: few shapes
+        narrower = round_up(
+            max(map(len, chosen)), 4
+        )  # in steps of a quarter of its power of two, and where it is worth a program
+        if (width - narrower) * (len(order) - start) > compilation:
+            width = narrower
         tokens, lengths = (jnp.asarray(array) for array in padded(chosen + padding, width))
         new = None
         try:

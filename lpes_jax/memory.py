@@ -13,6 +13,7 @@ from lpes_jax.models.llama.attention import logits_at_once
 from lpes_jax.models.llama.model import Llama
 
 _BUSY = 2**47  # FLOP of a pass that is to keep a large GPU busy: seen for a 7B shape, assumed for others
+_COMPILATION = {"cpu": 2**38, "gpu": 2**51}  # FLOP of the seconds that a program of all layers takes to compile
 _CPU_MEMORY = 2**31  # bytes that activations may take where the device does not say how much it has
 
 
@@ -57,5 +58,13 @@ def tokens_worth_it(model: Llama, length: int, *, cached: bool = False) -> int:
         return max(length, 2**12)
     if cached:
         return max(length, 2**18)
-    weights = sum(leaf.size for leaf in jax.tree.leaves(model.layers))
-    return max(length, min(max(_BUSY // (2 * weights), 2**14), 2**18))
+    return max(length, min(max(_BUSY // _token_flop(model), 2**14), 2**18))
+
+
+def tokens_of_a_compilation(model: Llama) -> int:
+    """Tokens that a device reads in about the time in which one more program is compiled."""
+    return _COMPILATION["cpu" if jax.default_backend() == "cpu" else "gpu"] // _token_flop(model)
+
+
+def _token_flop(model: Llama) -> int:
+    return 2 * sum(leaf.size for leaf in jax.tree.leaves(model.layers))

@@ -25,7 +25,7 @@ Row = tuple[list[int], list[int]]  # prompt ids, answer ids
 
 _MOST_ROWS, _MOST_TOKENS = 256, 2**16  # of a tree
 _LEAST_GAIN = 0.05  # of the cost, below which rows stay alone: one kind of shape less
-_SHAPE = 0.03  # of all tokens, which one more shape of batches must save: it is compiled
+_SHAPE = 0.03  # of all tokens, which one more shape of batches must save at least: it is compiled
 # Attention to one key in units of its multiplications, by a causal kernel and by a mask: the rest of it is memory and exp. On a
 # GPU both are of cuDNN's kernels, the second from its time alone (168 TFLOP/s on an H200).
 _PAIR = {"cpu": (2.0, 2.0), "gpu": (2.0, 4.0)}
@@ -213,19 +213,19 @@ def pack_trees(
 
 
 def batches(
-    trees: Sequence[Tree], room: int, places: int = 1, most_trees: int | None = None
+    trees: Sequence[Tree], room: int, places: int = 1, most_trees: int | None = None, shape_cost: int = 0
 ) -> list[tuple[Shape, list[list[Tree]]]]:
     """Trees of about the same shape together: the shapes that they are padded to, each with its batches.
 
     A batch has as many trees for each of so many places as `room` tokens hold, and no more than `most_trees`; or one. Shapes
-    are chosen from the data: few, for each is a program to compile; one more where it saves 3 % of the tokens. Batches of a
-    shape have as many trees: the last is filled with trees that have no rows.
+    are chosen from the data: few, for each is a program to compile; one more where it saves 3 % of the tokens and `shape_cost`
+    tokens. Batches of a shape have as many trees: the last is filled with trees that have no rows.
     """
     if not trees:
         return []
     by_root, by_branches = (sorted(trees, key=lambda tree: tree.shape[::way]) for way in (1, -1))
     size_of = partial(_batch_size, room=room, places=places, most_trees=most_trees)
-    _, groups = min((_by_shape(ordered, size_of) for ordered in (by_root, by_branches)), key=lambda it: it[0])
+    _, groups = min((_by_shape(ordered, size_of, shape_cost) for ordered in (by_root, by_branches)), key=lambda it: it[0])
     found = []
     for group in groups:
         shape = Shape.of(group)
@@ -235,12 +235,12 @@ def batches(
     return found
 
 
-def _by_shape(ordered: Sequence[Tree], size_of: Callable[[Any, Any], Any]) -> tuple[float, list[list[Tree]]]:
+def _by_shape(ordered: Sequence[Tree], size_of: Callable[[Any, Any], Any], shape_cost: int) -> tuple[float, list[list[Tree]]]:
     """The cut of the trees in this order into groups that are padded to a shape each, at the least cost, and that."""
     shapes = np.array([tree.shape for tree in ordered])
     ends = np.append(np.flatnonzero((shapes[1:] != shapes[:-1]).any(axis=1)) + 1, len(ordered))  # of equal shapes
     starts, widths = np.append(0, ends[:-1]), shapes[ends - 1]
-    extra = _SHAPE * shapes.sum()
+    extra = max(_SHAPE * shapes.sum(), shape_cost)
     best, begins = np.zeros(len(ends) + 1), np.zeros(len(ends) + 1, int)
     for end in range(1, len(ends) + 1):
         width = np.maximum.accumulate(widths[:end][::-1], axis=0)[::-1].sum(axis=1)

@@ -28,7 +28,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from lpes_jax.errors import UserError
-from lpes_jax.memory import out_of_memory, pass_bytes, planned_memory, tokens_that_fit, tokens_worth_it
+from lpes_jax.memory import out_of_memory, pass_bytes, planned_memory, tokens_of_a_compilation, tokens_that_fit, tokens_worth_it
 from lpes_jax.mesh import BY_POPULATION, EVERYWHERE, least, make_mesh, mesh_of, over_population, put, put_model, to_host
 from lpes_jax.models.llama.method import Method, of_table
 from lpes_jax.models.llama.model import Llama, check_ids, hidden_states, method_logits, over_tables
@@ -166,7 +166,8 @@ class Scorer:
 
     `batch_size` is prompts a pass and device (of the longest, none sharing) and `population_chunk` individuals a pass and
     device; both are chosen from the shapes and the device's memory where they are None, and neither changes a result: where a
-    pass does not fit after all, they are halved. `mesh`: None for the model's, or one of all devices. `share_prefixes=False`
+    pass does not fit after all, they are halved. `individuals`: how many will be scored in all, about; few shapes
+    are compiled for few. `mesh`: None for the model's, or one of all devices. `share_prefixes=False`
     computes every row on its own. `compilations` counts compiled shapes, and `tokens_saved` is the share of the rows' tokens
     that sharing leaves out. Of several processes, all make the same calls.
     """
@@ -178,6 +179,7 @@ class Scorer:
         *,
         batch_size: int | None = None,
         population_chunk: int | None = None,
+        individuals: int | None = None,
         mesh: Mesh | None = None,
         share_prefixes: bool = True,
     ):
@@ -194,6 +196,9 @@ class Scorer:
         self.longest = max(len(ids) + len(answer) for ids, answer in self._rows)
         self._table = put(self.model.config.rope_table(self.longest), self._everywhere)
         self._share, self._given_chunk, self._batch_size = share_prefixes, population_chunk, batch_size
+        # What one more shape must save; a replacement's program is its own, and compiled for the sake of one pass.
+        compilation = tokens_of_a_compilation(self.model)
+        self._shape_cost = {"rows": compilation, "individuals": compilation // individuals if individuals else 0}
         width = round_up(self.longest)
         self._fits = batch_size * width if batch_size else tokens_that_fit(self.model, width, self._answer_length)
         self._at_once = batch_size * width if batch_size else min(self._fits, tokens_worth_it(self.model, width))
@@ -225,9 +230,10 @@ class Scorer:
             return self._plans[by]
         parts = 1 if by == "individuals" else self._places
         trees = [tree_of(self._rows, [at]) for at in range(len(self._rows))] if by == "rows" else self._trees
+        shape_cost = self._shape_cost["rows" if by == "rows" else "individuals"]
         passes = []
         for kind in ([tree for tree in trees if (len(tree.rows) > 1) == shared] for shared in (False, True)):
-            for shape, of_shape in batches(kind, self._at_once, parts, self._batch_size):
+            for shape, of_shape in batches(kind, self._at_once, parts, self._batch_size, shape_cost):
                 of_rows = [self._rows[at] for batch in of_shape for tree in batch for at in tree.rows]
                 longest = max(len(ids) + len(answer) for ids, answer in of_rows)
                 passes += [self._pass(batch, shape, longest, by) for batch in of_shape]
@@ -361,9 +367,17 @@ class OptionScorer:
     `correct`: the gold option is the likeliest (of equals the first). `log_likelihood`: of the gold one among the options.
     """
 
-    def __init__(self, model: Llama, tokenizer: Any, prompts: Sequence[Prompt], *, batch_size: int | None = None):
-        options = option_prompts(prompts)
-        self._scorer = Scorer(model, encode(options, tokenizer, model.config.max_position_embeddings), batch_size=batch_size)
+    def __init__(
+        self,
+        model: Llama,
+        tokenizer: Any,
+        prompts: Sequence[Prompt],
+        *,
+        batch_size: int | None = None,
+        individuals: int | None = None,
+    ):
+        encoded = encode(option_prompts(prompts), tokenizer, model.config.max_position_embeddings)
+        self._scorer = Scorer(model, encoded, batch_size=batch_size, individuals=individuals)
         self._starts = np.cumsum([0, *(len(prompt.options) for prompt in prompts)])
         self._gold = [prompt.options.index(prompt.answers[0]) for prompt in prompts]
         self.num_prompts = len(prompts)

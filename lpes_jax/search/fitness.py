@@ -324,10 +324,18 @@ def make_scorer(
     def of_prompts(chosen: Sequence[int]) -> Scorer | OptionScorer:
         asked = [everything[at] for at in chosen]
         if task.decided_by == "options":
-            return OptionScorer(placed, tokenizer, asked, batch_size=settings.batch_size)
+            return OptionScorer(placed, tokenizer, asked, batch_size=settings.batch_size, individuals=individuals)
         encoded = task_prompts.encode(asked, tokenizer, model.config.max_position_embeddings)
-        return Scorer(placed, encoded, batch_size=settings.batch_size, population_chunk=settings.population_chunk)
+        return Scorer(
+            placed,
+            encoded,
+            batch_size=settings.batch_size,
+            population_chunk=settings.population_chunk,
+            individuals=individuals,
+        )
 
+    of_algorithm = settings.max_evaluations or settings.population_size * (settings.generations + 1)
+    individuals = settings.uniform_candidates + (0 if settings.algorithm == "gradient" else of_algorithm)
     placed = model
     if not settings.race:
         return of_prompts(range(len(everything)))
