@@ -1,7 +1,7 @@
 """One generation of the paper's search by the command, in GPU-seconds: 20 new individuals x 200 questions x 3 positions.
 
     python experiments/bench_search.py --shape llama-2-7b --data nq-open-oracle.jsonl.gz
-    python experiments/bench_search.py --data nq-open-oracle.jsonl.gz --search-flags "--queries-per-haystack 5" --name shared
+    python experiments/bench_search.py --data nq-open-oracle.jsonl.gz --search-flags="--queries-per-haystack 5" --name shared
 
 A model of the shape with random weights, and the tokenizer of --tokenizer, is written to --folder first (13.5 GB for a 7B
 shape); what is there is used again. Then `python -m lpes_jax.search` runs on prompts of 10 documents. Its wall clock, from the
@@ -62,7 +62,7 @@ class Settings:
     layers: int | None = None
     """Fewer layers than the shape has, to try this out."""
     search_flags: str = ""
-    """More flags for the search, in one string."""
+    """More flags for the search, in one string, behind an equals sign."""
 
 
 def main(s: Settings) -> None:

@@ -154,11 +154,15 @@ class _Pass(NamedTuple):
 
 @dataclass
 class _Plan:
-    """Passes over all rows, each batch in so many parts for as many places; `chunk` individuals of a place at once."""
+    """Passes over all rows, each batch in so many parts for as many places; `chunk` individuals of a place at once.
+
+    `tables`: how often a batch is read at once, by a method with so many.
+    """
 
     passes: list[_Pass]
     parts: int
     chunk: int
+    tables: int
 
 
 class Scorer:
@@ -202,7 +206,7 @@ class Scorer:
         width = round_up(self.longest)
         self._fits = batch_size * width if batch_size else tokens_that_fit(self.model, width, self._answer_length)
         self._at_once = batch_size * width if batch_size else min(self._fits, tokens_worth_it(self.model, width))
-        self._plans: dict[str, _Plan] = {}
+        self._plans: dict[tuple[str, int], _Plan] = {}
         self._shapes: set[Hashable] = set()
         self._group()
         self.individuals_at_once = self._plan("individuals").chunk * self._places  # of one pass; stays, whatever is halved
@@ -219,21 +223,22 @@ class Scorer:
         """Make the RoPE table for so many tokens, where it hangs on them: a part of the prompts is scored as among all."""
         self._table = put(self.model.config.rope_table(longest), self._everywhere)
 
-    def _plan(self, by: Literal["individuals", "trees", "rows"]) -> _Plan:
+    def _plan(self, by: Literal["individuals", "trees", "rows"], tables: int = 1) -> _Plan:
         """The batches of about `_at_once` tokens a place, and the individuals of a pass.
 
         What the places have their own of: individuals, or trees, or rows one by one, for what knows nothing of trees.
         """
         if by == "trees" and self._places == 1:
             by = "individuals"  # the same
-        if by in self._plans:
-            return self._plans[by]
+        tables = 1 if self._batch_size else tables  # prompts a pass that were given hold for every method
+        if (by, tables) in self._plans:
+            return self._plans[by, tables]
         parts = 1 if by == "individuals" else self._places
         trees = [tree_of(self._rows, [at]) for at in range(len(self._rows))] if by == "rows" else self._trees
         shape_cost = self._shape_cost["rows" if by == "rows" else "individuals"]
         passes = []
         for kind in ([tree for tree in trees if (len(tree.rows) > 1) == shared] for shared in (False, True)):
-            for shape, of_shape in batches(kind, self._at_once, parts, self._batch_size, shape_cost):
+            for shape, of_shape in batches(kind, self._at_once // tables, parts, self._batch_size, shape_cost):
                 of_rows = [self._rows[at] for batch in of_shape for tree in batch for at in tree.rows]
                 longest = max(len(ids) + len(answer) for ids, answer in of_rows)
                 passes += [self._pass(batch, shape, longest, by) for batch in of_shape]
@@ -241,8 +246,8 @@ class Scorer:
         read = max((it.batch.read if isinstance(it.batch, SharedBatch) else it.batch.answers).size for it in passes) // parts
         fits = planned_memory() // pass_bytes(self.model, tokens, read)
         chunk = self._given_chunk or max(1, min(self._at_once // tokens, fits))
-        self._plans[by] = _Plan(passes, parts, chunk)
-        return self._plans[by]
+        self._plans[by, tables] = _Plan(passes, parts, chunk, tables)
+        return self._plans[by, tables]
 
     def _pass(self, trees: list[Tree], shape: Shape, longest: int, by: str) -> _Pass:
         """A batch of trees, padded to a shape, or to the longest row; a tree that has no rows only fills it up."""
@@ -314,11 +319,11 @@ class Scorer:
         def run(passes: Sequence[_Pass]) -> list[tuple[Array, Array]]:
             return self._run(_method_scores, [(self.model, it.batch, method, self.mesh) for it in passes])
 
-        by, done = "trees" if method.replacement is None else "rows", None
-        while done is None:
-            plan = self._plan(by)
-            done = self._tried(plan, partial(run, plan.passes))
-        for (_, of, rows), scores in zip(self._plan(by).passes, done, strict=True):
+        plan_now = partial(self._plan, "trees" if method.replacement is None else "rows", len(method.tables.inv_freq))
+        plan = plan_now()
+        while (done := self._tried(plan, partial(run, plan.passes))) is None:
+            plan = plan_now()
+        for (_, of, rows), scores in zip(plan.passes, done, strict=True):
             correct[0, rows], log_likelihood[0, rows] = (values[of] for values in scores)
         on_prompts(self.num_prompts)
         return self._by_prompt(correct, log_likelihood)
@@ -347,7 +352,7 @@ class Scorer:
                 f"the device's memory does not hold one prompt of {self.longest} tokens beside the model; use shorter prompts, "
                 "--dtype bfloat16 or a smaller model"
             ) from error
-        self._fits = self._at_once = largest // 2
+        self._fits = self._at_once = largest * plan.tables // 2
         self._given_chunk = 1
         self._group()
         self._plans = {}
