@@ -13,8 +13,8 @@ less likely than is allowed.
 
 What the parameters are is the caller's: `apply(model, parameters)` gives the model and RoPE table that are scored. Layers are
 rematerialised in the backward pass, so memory does not grow with their number. The model is an argument of every compiled
-function. With several devices (the model's mesh) each has a part of the minibatch, and the gradients are added up; parameters
-are everywhere.
+function. With several devices (the model's mesh; of several GPUs the first alone) each has a part of the minibatch, and the
+gradients are added up; parameters are everywhere.
 
 Letters: B trees, P prompts of a tree, W windows of text, T tokens.
 """
@@ -33,7 +33,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from lpes_jax.errors import UserError
-from lpes_jax.mesh import BY_POPULATION, EVERYWHERE, make_mesh, mesh_of, over_population, put, put_model, to_host
+from lpes_jax.mesh import BY_POPULATION, EVERYWHERE, make_mesh, mesh_of, on_one_device, over_population, put, put_model, to_host
 from lpes_jax.models.llama.method import of_table
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.rope import RopeTable
@@ -171,10 +171,8 @@ def descend(
     finite.
     """
     goal = _Goal(apply, project, penalty, weighted=settings.weights_in == "loss")
-    mesh = mesh_of(model) or make_mesh()
-    mesh = mesh if mesh.size > 1 else None
-    if mesh is not None:
-        model = put_model(model, mesh)
+    mesh = _mesh(model)
+    model = on_one_device(model) if mesh is None else put_model(model, mesh)
     look = partial(_look, goal, mesh, model, _placed(held_back.tasks, mesh), _placed(held_back.text, mesh), settings)
     minibatches = draws(
         train,
@@ -217,6 +215,17 @@ def descend(
         on_look(seen, state)
         losses = []
     return state.best
+
+
+def _mesh(model: Llama) -> Mesh | None:
+    """What minibatches are spread over: all devices, or the model's mesh. None for one device.
+
+    Of several GPUs of one process that need not share the model, the first alone: XLA (jax 0.11.2, H200) crashed both times
+    that it compiled the first look for two.
+    """
+    mesh = mesh_of(model) or make_mesh()
+    crashes = jax.default_backend() == "gpu" and mesh.shape["model"] == 1 and jax.process_count() == 1
+    return None if mesh.size == 1 or crashes else mesh
 
 
 @dataclass(frozen=True)
