@@ -237,7 +237,8 @@ class _Kept:
         if self.path.exists():
             if not settings.resume:
                 raise UserError(f"--output-path {out} holds a comparison that was cut off; give --resume, or another folder")
-            before = read_json(self.path / _DECIDES)
+            decided = self.path / _DECIDES  # not there where it was cut off at the very first moment
+            before = read_json(decided) if decided.exists() else self._decides
             for name in sorted(before | self._decides):
                 if (was := before.get(name)) != (now := self._decides.get(name)):
                     named = f"{name.replace('_', '-')} {was!r} (now {now!r})"
@@ -249,7 +250,7 @@ class _Kept:
 
     def keep(self, what: Literal["tuned", "measured"], name: str, record: dict[str, Any]) -> None:
         """Of a method, on the disk and in mind."""
-        if not self.path.exists():
+        if not (self.path / _DECIDES).exists():
             _make(self.path)
             write_json(self.path / _DECIDES, self._decides)
         write_json(self.path / f"{name}.{what}.json", record)
