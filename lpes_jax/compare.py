@@ -14,11 +14,14 @@ the same prompts: the median of --repeats rounds, in which all methods take turn
 beside weights and prompts.
 
 OUT gets results.json, results.md, samples.jsonl, the picture positions.{png,svg}, and report.html, a page with all of it.
-A comparison that was cut off goes on with --resume: methods that were tuned and measured are not again.
+A comparison that was cut off goes on with --resume: methods that were tuned and measured are not again. (MoICE's router is
+trained and positional channels are looked for once more; where these come out otherwise, that method is tuned anew.)
 """
 
 import contextlib
+import hashlib
 import json
+import math
 import shutil
 import signal
 import statistics
@@ -26,6 +29,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -56,7 +60,7 @@ from lpes_jax.methods.tables import dynamic_ntk, lpes, mean_of, ntk_by_base, pos
 from lpes_jax.models.llama import Loaded, load
 from lpes_jax.models.llama.method import Method, of_table
 from lpes_jax.models.llama.model import Llama
-from lpes_jax.provenance import content_sha256
+from lpes_jax.provenance import content_sha256, environment
 from lpes_jax.report.html import write_page
 from lpes_jax.report.plots import u_curve
 from lpes_jax.report.progress import SearchProgress
@@ -81,7 +85,7 @@ NAMES = (
     "lpes",
 )
 _TIMED_PROMPTS = 8
-_DECIDES = "settings.json"
+_BEGUN = "begun.json"
 _PLAIN = ("compilations", "prompt_tokens", "counts", "outputs", "output_tokens")  # of an Outcome: JSON as they are
 
 
@@ -159,9 +163,40 @@ def run_comparison(settings: CompareSettings) -> dict[str, Any]:
     held_out = task.examples("test", settings.test_limit, settings.seed)
     found = None if settings.factors is None else LayerFactors.load(settings.factors)
     loaded = load(settings.model, settings.dtype)
+    kept = _Kept(settings, loaded, found)
+    with kept.interruptible():
+        record = _compared(settings, names, task, searched, held_out, loaded, found, kept, started)
+    kept.drop()
+    return record
+
+
+def _compared(
+    settings: CompareSettings,
+    names: Sequence[str],
+    task: Any,
+    searched: Sequence[Any],
+    held_out: Sequence[Any],
+    loaded: Loaded,
+    found: LayerFactors | None,
+    kept: "_Kept",
+    started: float,
+) -> dict[str, Any]:
     places = slots_of(task, settings.positions if task.num_items > 1 else (0,))
-    kept = _Kept(settings, loaded)
     config, refused = loaded.model.config, {}
+    measured = partial(
+        evaluate,
+        loaded.model,
+        loaded.tokenizer,
+        task,
+        held_out,
+        places,
+        metrics=settings.metrics or default_metrics(task)[:1],
+        max_new_tokens=settings.max_new_tokens,
+        stop_ids=loaded.stop_ids,
+        overlength=settings.overlength,
+        batch_size=settings.batch_size,
+        on_outcome=lambda outcome: kept.keep("measured", outcome.candidate.name, _record_of(outcome)),
+    )
     choices: dict[str, list[Choice]] = {}
     for name in names:
         try:
@@ -174,35 +209,24 @@ def run_comparison(settings: CompareSettings) -> dict[str, Any]:
                 raise
             choices.pop(name, None)
             refused[name] = str(error)
-    with kept.interruptible(), SearchProgress(len(choices) * len(held_out) * len(places)) as progress:
+    if BASELINE not in kept.measured:  # before any tuning: what is wrong with the questions or metrics shows here
+        measured([Candidate(BASELINE)])
+    with SearchProgress(len(choices) * len(held_out) * len(places)) as progress:
         scorer = _scorer(settings, loaded, task, searched, places)
         tuned: dict[str, tuple[Choice, list[dict[str, Any]]]] = {}
         for name, of_method in choices.items():
-            if name not in kept.tuned:
+            settings_of = {choice.setting: choice for one in of_method for choice in (one, *one.then)}
+            if kept.tuned.get(name, {}).get("setting") not in settings_of:  # or channels were found anew, and are others
                 progress.note(f"tuning {name}")
                 choice, tried = _tune(scorer, of_method, config)
+                if name != BASELINE:
+                    kept.forget(name)
                 kept.keep("tuned", name, {"setting": choice.setting, "tried": tried})
-            it = kept.tuned[name]
-            every = [choice for one in of_method for choice in (one, *one.then)]
-            tuned[name] = next(choice for choice in every if choice.setting == it["setting"]), it["tried"]
+            tuned[name] = settings_of[kept.tuned[name]["setting"]], kept.tuned[name]["tried"]
         candidates = [Candidate(name, method=chosen.maker) for name, (chosen, _) in tuned.items()]
         progress.note("measuring on held-out questions")
-        outcomes = evaluate(
-            loaded.model,
-            loaded.tokenizer,
-            task,
-            held_out,
-            places,
-            candidates,
-            metrics=settings.metrics or default_metrics(task)[:1],
-            max_new_tokens=settings.max_new_tokens,
-            stop_ids=loaded.stop_ids,
-            overlength=settings.overlength,
-            batch_size=settings.batch_size,
-            on_prompts=progress.prompts,
-            earlier={name: _outcome_of(it) for name, it in kept.measured.items()},
-            on_outcome=lambda outcome: kept.keep("measured", outcome.candidate.name, _record_of(outcome)),
-        )
+        earlier = {name: _outcome_of(it) for name, it in kept.measured.items()}
+        outcomes = measured(candidates, earlier=earlier, on_prompts=progress.prompts)
         progress.note("timing")
         costs = _costs(loaded, outcomes[0].prompts[:_TIMED_PROMPTS], candidates, settings.repeats)
     record = results_record(task, outcomes, places, _as_record(settings) | {"model_identity": loaded.identity}, started)
@@ -212,9 +236,8 @@ def run_comparison(settings: CompareSettings) -> dict[str, Any]:
             "tuning": {"tried": tuned[name][1]},
             **costs[name],
         }
-    record["refused"] = refused
+    record |= {"refused": refused, "resumed": settings.resume}
     _write(settings, loaded, title_of(settings, task), outcomes, places, record)
-    kept.drop()
     return record
 
 
@@ -224,40 +247,61 @@ class _Kept:
     Raises UserError for a folder with such files, unless it is to be resumed and all that decides the results is as it was.
     """
 
-    def __init__(self, settings: CompareSettings, loaded: Loaded):
+    def __init__(self, settings: CompareSettings, loaded: Loaded, found: LayerFactors | None):
         self.path, out = settings.output_path / "unfinished", settings.output_path
-        files = {name: it for name in ("data", "factors", "router", "text") if (it := getattr(settings, name)) is not None}
-        contents = {f"the contents of --{name}": content_sha256(it) for name, it in files.items() if it.exists()}
+        files = {f"--{name}": it for name in ("data", "router", "text") if (it := getattr(settings, name)) is not None}
         decides = {name: it for name, it in _as_record(settings).items() if name not in ("output_path", "batch_size")}
-        self._decides = json.loads(
-            json.dumps(decides | contents | {f"model's {name}": it for name, it in loaded.identity.items()})
-        )
+        decides |= {f"the contents of {flag}": content_sha256(it, f"{flag} ") for flag, it in files.items()}
+        decides |= {} if found is None else {"the contents of --factors": hashlib.sha256(found.factors.tobytes()).hexdigest()}
+        decides |= {f"the model's {name}": it for name, it in loaded.identity.items()}
+        self._begun = json.loads(json.dumps({"decides": decides, "environment": environment()}))
         if settings.resume and not self.path.exists():
             raise UserError(f"--resume: {out} holds no comparison that was cut off; leave --resume out to begin one")
+        if self.path.exists() and not settings.resume:
+            raise UserError(
+                f"--output-path {out} holds a comparison that was cut off; give --resume to go on with it, another folder, or "
+                f"delete {self.path}"
+            )
         if self.path.exists():
-            if not settings.resume:
-                raise UserError(f"--output-path {out} holds a comparison that was cut off; give --resume, or another folder")
-            decided = self.path / _DECIDES  # not there where it was cut off at the very first moment
-            before = read_json(decided) if decided.exists() else self._decides
-            for name in sorted(before | self._decides):
-                if (was := before.get(name)) != (now := self._decides.get(name)):
-                    named = f"{name.replace('_', '-')} {was!r} (now {now!r})"
-                    raise UserError(f"--resume: {out} was begun with {named}; give the same or another --output-path")
+            self._check(out)
         self.tuned, self.measured = self._read("tuned"), self._read("measured")
+
+    def _check(self, out: Path) -> None:
+        """Raise UserError where something that decides the results was another; say so where it is the machine."""
+        if not (self.path / _BEGUN).exists():  # cut off at its first or its last moment: nothing can be told of what is there
+            shutil.rmtree(self.path)
+            return
+        before = read_json(self.path / _BEGUN)
+        for name in sorted(before["decides"] | self._begun["decides"]):
+            if (was := before["decides"].get(name)) != (now := self._begun["decides"].get(name)):
+                raise UserError(
+                    f"--resume: {out} was begun with {name.replace('_', '-')} {was!r} (now {now!r}); give the same or another "
+                    f"--output-path, or delete {self.path}"
+                )
+        if before["environment"] != (now := self._begun["environment"]):
+            named = ", ".join(f"{name} {was!r} (now {now.get(name)!r})" for name, was in before["environment"].items()
+                              if was != now.get(name))  # fmt: skip
+            print(f"note: {out} was begun with {named}; figures are of both", file=sys.stderr)
 
     def _read(self, what: str) -> dict[str, Any]:
         return {path.name.partition(".")[0]: read_json(path) for path in self.path.glob(f"*.{what}.json")}
 
     def keep(self, what: Literal["tuned", "measured"], name: str, record: dict[str, Any]) -> None:
         """Of a method, on the disk and in mind."""
-        if not (self.path / _DECIDES).exists():
+        if not (self.path / _BEGUN).exists():
             _make(self.path)
-            write_json(self.path / _DECIDES, self._decides)
+            write_json(self.path / _BEGUN, self._begun)
         write_json(self.path / f"{name}.{what}.json", record)
         getattr(self, what)[name] = record
 
+    def forget(self, name: str) -> None:
+        """What was measured of a method, if it was."""
+        (self.path / f"{name}.measured.json").unlink(missing_ok=True)
+        self.measured.pop(name, None)
+
     def drop(self) -> None:
-        """Remove the files: the results are written."""
+        """Remove the files, the word on what they are first: the results are written."""
+        (self.path / _BEGUN).unlink(missing_ok=True)
         shutil.rmtree(self.path)
 
     @contextlib.contextmanager
@@ -383,7 +427,9 @@ def _scorer(
         overlength=settings.overlength,
     ).prompts
     if task.decided_by == "options":
-        return OptionScorer(loaded.model, loaded.tokenizer, prompts, batch_size=settings.batch_size)
+        return OptionScorer(
+            loaded.model, loaded.tokenizer, prompts, batch_size=settings.batch_size, individuals=settings.budget
+        )
     if not prompts or not all(prompt.answers for prompt in prompts):
         return None
     return Scorer(
@@ -401,7 +447,8 @@ def _tune(scorer: Scorer | OptionScorer | None, choices: Sequence[Choice], confi
         assert scorer is not None and choice.maker is not None
         correct, log_likelihood = scorer.of_method(choice.maker(config, scorer.longest))
         means = float(correct.mean()), float(log_likelihood.mean())
-        tried.append({"setting": choice.setting, "accuracy": means[0], "log_likelihood": means[1]})
+        of_tried = means[1] if math.isfinite(means[1]) else None
+        tried.append({"setting": choice.setting, "accuracy": means[0], "log_likelihood": of_tried})
         return means
 
     figures, best = max(((measured(choice), choice) for choice in choices), key=lambda it: it[0])

@@ -17,7 +17,7 @@ that predict an answer token, L layers, V vocabulary.
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -202,7 +202,10 @@ class Scorer:
         self._share, self._given_chunk, self._batch_size = share_prefixes, population_chunk, batch_size
         # What one more shape must save; a replacement's program is its own, and compiled for the sake of one pass.
         compilation = tokens_of_a_compilation(self.model)
-        self._shape_cost = {"rows": compilation, "individuals": compilation // individuals if individuals else 0}
+        self._shape_cost = {
+            "rows": compilation,
+            "individuals": 0 if individuals is None else compilation // max(1, individuals),
+        }
         width = round_up(self.longest)
         self._fits = batch_size * width if batch_size else tokens_that_fit(self.model, width, self._answer_length)
         self._at_once = batch_size * width if batch_size else min(self._fits, tokens_worth_it(self.model, width))
@@ -213,11 +216,14 @@ class Scorer:
 
     def _group(self) -> None:
         """The rows as trees of at most `_fits` tokens."""
-        rows, costs = self._rows, Costs.of(self.model.config, jax.default_backend())
-        trees = groups(rows, costs, self._fits) if self._share else [[at] for at in range(len(rows))]
-        self._trees = [tree_of(rows, tree) for tree in trees]
-        written, alone = sum(len(tree.tokens) for tree in self._trees), sum(len(ids) + len(answer) - 1 for ids, answer in rows)
+        self._trees = self._grouped(self._fits)
+        written, alone = sum(len(tree.tokens) for tree in self._trees), sum(len(ids) + len(of) - 1 for ids, of in self._rows)
         self.tokens_saved = 1 - written / alone
+
+    def _grouped(self, most_tokens: int) -> list[Tree]:
+        rows, costs = self._rows, Costs.of(self.model.config, jax.default_backend())
+        trees = groups(rows, costs, most_tokens) if self._share else [[at] for at in range(len(rows))]
+        return [tree_of(rows, tree) for tree in trees]
 
     def lengthen(self, longest: int) -> None:
         """Make the RoPE table for so many tokens, where it hangs on them: a part of the prompts is scored as among all."""
@@ -234,8 +240,10 @@ class Scorer:
         if (by, tables) in self._plans:
             return self._plans[by, tables]
         parts = 1 if by == "individuals" else self._places
-        trees = [tree_of(self._rows, [at]) for at in range(len(self._rows))] if by == "rows" else self._trees
-        shape_cost = self._shape_cost["rows" if by == "rows" else "individuals"]
+        trees = self._trees if tables == 1 else self._grouped(self._fits // tables)
+        if by == "rows":
+            trees = [tree_of(self._rows, [at]) for at in range(len(self._rows))]
+        shape_cost = self._shape_cost["rows" if by == "rows" else "individuals"] * parts // tables
         passes = []
         for kind in ([tree for tree in trees if (len(tree.rows) > 1) == shared] for shared in (False, True)):
             for shape, of_shape in batches(kind, self._at_once // tables, parts, self._batch_size, shape_cost):
@@ -320,9 +328,9 @@ class Scorer:
             return self._run(_method_scores, [(self.model, it.batch, method, self.mesh) for it in passes])
 
         plan_now = partial(self._plan, "trees" if method.replacement is None else "rows", len(method.tables.inv_freq))
-        plan = plan_now()
+        plan = replace(plan_now(), chunk=1)
         while (done := self._tried(plan, partial(run, plan.passes))) is None:
-            plan = plan_now()
+            plan = replace(plan_now(), chunk=1)
         for (_, of, rows), scores in zip(plan.passes, done, strict=True):
             correct[0, rows], log_likelihood[0, rows] = (values[of] for values in scores)
         on_prompts(self.num_prompts)
@@ -352,7 +360,7 @@ class Scorer:
                 f"the device's memory does not hold one prompt of {self.longest} tokens beside the model; use shorter prompts, "
                 "--dtype bfloat16 or a smaller model"
             ) from error
-        self._fits = self._at_once = largest * plan.tables // 2
+        self._fits, self._at_once = (min(before, largest * plan.tables // 2) for before in (self._fits, self._at_once))
         self._given_chunk = 1
         self._group()
         self._plans = {}

@@ -78,6 +78,8 @@ def test_what_cannot_be_had_is_named(model_folder, tmp_path):
         run_comparison(settings(methods=("lpes",)))
     with pytest.raises(UserError, match="--budget must be at least 1"):
         run_comparison(settings(budget=0))
+    with pytest.raises(UserError, match="--metrics substrng: --task kv has"):  # before any tuning
+        run_comparison(settings(metrics=("substrng",), methods=("uniform",)))
     assert not (tmp_path / "out").exists()
 
 
@@ -87,29 +89,25 @@ def test_a_comparison_that_is_killed_goes_on(compared, model_folder, tmp_path):
     out, flags = tmp_path / "out", ["--positions", "0", "100", "--model", str(model_folder)]
     for name, value in SMALL.items():
         flags += [f"--{name.replace('_', '-')}", str(value)]
-    flags += [
-        "--factors",
-        str(folder / "factors.json"),
-        "--router",
-        str(folder / "router.safetensors"),
-        "--output-path",
-        str(out),
-    ]
+    flags += ["--factors", str(folder / "factors.json")]
     command = [sys.executable, "-m", "lpes_jax.compare", *flags, "--output-path", str(out), "--methods", *names]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
-    measured = out / "unfinished/uniform.measured.json"
-    while not measured.exists() and process.poll() is None:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=300)
+    measured, log, begun = out / "unfinished/uniform.measured.json", tmp_path / "log.txt", time.monotonic()
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stderr=file, stdout=subprocess.DEVNULL)
+        while not measured.exists() and process.poll() is None and time.monotonic() < begun + 300:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=300)
+    said = log.read_text()
     assert process.returncode == 143 and said.strip().splitlines()[-1].endswith("--resume goes on from there")
     assert not (out / "results.json").exists()
 
     settings = CompareSettings(
-        **SMALL, model=str(model_folder), factors=folder / "factors.json", router=folder / "router.safetensors",
-        positions=(0, 100), output_path=out, methods=names,
+        **SMALL, model=str(model_folder), factors=folder / "factors.json", positions=(0, 100), output_path=out, methods=names,
     )  # fmt: skip
-    with pytest.raises(UserError, match="holds a comparison that was cut off; give --resume, or another folder"):
+    with pytest.raises(
+        UserError, match="holds a comparison that was cut off; give --resume to go on with it, another folder, or"
+    ):
         run_comparison(settings)
     with pytest.raises(UserError, match=r"was begun with test-limit 2 \(now 3\); give the same or another"):
         run_comparison(replace(settings, test_limit=3, resume=True))
@@ -118,7 +116,7 @@ def test_a_comparison_that_is_killed_goes_on(compared, model_folder, tmp_path):
     write_json(measured, record | {"scores": {"prefix": [[0.25, 0.25], [0.25, 0.25]]}})
     write_json(out / "unfinished/uniform.tuned.json", tuned | {"tried": [tuned["tried"][0] | {"accuracy": 0.125}]})
     resumed = run_comparison(replace(settings, resume=True))
-    assert resumed["methods"]["uniform"]["acc,none"] == 0.25
+    assert resumed["resumed"] and resumed["methods"]["uniform"]["acc,none"] == 0.25
     assert [it["accuracy"] for it in resumed["methods"]["uniform"]["tuning"]["tried"]] == [0.125]
     assert list(resumed["methods"]) == list(names) and not (out / "unfinished").exists()
     for name in ("baseline", "self_extend", "lpes"):
@@ -126,6 +124,11 @@ def test_a_comparison_that_is_killed_goes_on(compared, model_folder, tmp_path):
         assert now["setting"] == before["setting"] and now["acc_by_position"] == before["acc_by_position"]
         likelihoods = before["log_likelihood_by_position"]
         assert now["log_likelihood_by_position"] == pytest.approx(likelihoods, abs=1e-3)
+    # Where nothing says what the figures are of, they are not taken.
+    (out / "unfinished").mkdir()
+    write_json(out / "unfinished/uniform.measured.json", record | {"scores": {"prefix": [[0.25, 0.25], [0.25, 0.25]]}})
+    again = run_comparison(replace(settings, resume=True, methods=("baseline", "uniform")))
+    assert again["methods"]["uniform"]["acc,none"] == whole["methods"]["uniform"]["acc,none"] != 0.25
     with pytest.raises(UserError, match="holds no comparison that was cut off; leave --resume out to begin one"):
         run_comparison(replace(settings, resume=True))
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from lpes_jax import generation, memory, scoring
 from lpes_jax.errors import UserError
 from lpes_jax.generation import generate_ids
+from lpes_jax.methods.attention_buckets import attention_buckets
 from lpes_jax.models.llama import prefix
 from lpes_jax.models.llama.method import Method, of_table
 from lpes_jax.prefixes import Costs, Row, Tree, batches, groups, pack_rows, pack_trees, tree_of
@@ -197,6 +198,57 @@ def test_a_pass_that_runs_out_of_memory_is_done_again_in_smaller_ones(tiny_model
     monkeypatch.setattr(scoring, "_sharded_scores", lambda *inputs: jnp.zeros(3) @ jnp.zeros(4))
     with pytest.raises(TypeError):  # all else is not hidden
         scorer(factors)
+
+
+def test_a_method_of_several_tables_gets_passes_as_small_as_it_needs(tiny_model, monkeypatch):
+    prompts, method = haystacks(2), attention_buckets((10_000.0, 20_000.0, 30_000.0), False)
+    scorer = Scorer(tiny_model, prompts)
+    method = method(tiny_model.config, scorer.longest)
+    wanted, run, passes, room = scorer.of_method(method), scoring._method_scores, [], 400
+
+    def in_little_memory(model, batch, method, mesh):
+        passes.append(3 * batch.trees.tokens.size)
+        return (jnp.zeros(2**44),) * 2 if passes[-1] > room else run(model, batch, method, mesh)
+
+    monkeypatch.setattr(scoring, "_method_scores", in_little_memory)
+    scores = scorer.of_method(method)
+    failed = [at for at, tokens in enumerate(passes) if tokens > room]
+    assert 1 <= len(failed) < 4 and len(passes) > failed[-1] + 1  # then smaller ones, to the end
+    np.testing.assert_array_equal(scores.correct, wanted.correct)
+    np.testing.assert_allclose(scores.log_likelihood, wanted.log_likelihood, atol=1e-4, rtol=1e-5)
+    room = 8
+    with pytest.raises(UserError, match=r"does not hold one prompt of \d+ tokens"):
+        scorer.of_method(method)
+    monkeypatch.setattr(scoring, "tokens_worth_it", lambda model, length: 3 * 128)
+    monkeypatch.setattr(scoring, "_method_scores", in_little_memory)
+    room, passes[:] = 3 * 128, []
+    Scorer(tiny_model, prompts).of_method(method)
+    assert max(passes) <= room  # planned so, not found out
+
+
+def test_few_individuals_are_scored_by_few_programs(tiny_model, monkeypatch):
+    prompts = [prompt for length in (20, 60, 150, 300) for prompt in haystacks(1, length=length, count=3)]
+    monkeypatch.setattr(scoring, "tokens_of_a_compilation", lambda model: 2000)
+    factors = np.ones((1, 3), np.float32)
+    many, few = Scorer(tiny_model, prompts, individuals=1000), Scorer(tiny_model, prompts, individuals=1)
+    np.testing.assert_allclose(few(factors).log_likelihood, many(factors).log_likelihood, atol=1e-4, rtol=1e-5)
+    assert few.compilations == 1 < many.compilations
+
+
+def test_generation_compiles_another_width_where_that_is_worth_it(tiny_model, monkeypatch):
+    prompts = [prompt.ids for length in (20, 150) for prompt in haystacks(1, length=length, count=2)]
+    run, widths = generation.greedy, []
+
+    def noted(model, tokens, *more):
+        widths.append(tokens.shape[1])
+        return run(model, tokens, *more)
+
+    monkeypatch.setattr(generation, "greedy", noted)
+    wanted = generate_ids(tiny_model, prompts, max_new_tokens=3, batch_size=2)
+    assert len(set(widths)) == 1  # a program costs more than all of these prompts
+    monkeypatch.setattr(generation, "tokens_of_a_compilation", lambda model: 100)
+    assert generate_ids(tiny_model, prompts, max_new_tokens=3, batch_size=2) == wanted
+    assert widths[2] > widths[3]
 
 
 def test_generation_that_runs_out_of_memory_goes_on_with_fewer_prompts(tiny_model, monkeypatch):

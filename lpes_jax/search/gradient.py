@@ -13,8 +13,8 @@ less likely than is allowed.
 
 What the parameters are is the caller's: `apply(model, parameters)` gives the model and RoPE table that are scored. Layers are
 rematerialised in the backward pass, so memory does not grow with their number. The model is an argument of every compiled
-function. With several devices (the model's mesh; of several GPUs the first alone) each has a part of the minibatch, and the
-gradients are added up; parameters are everywhere.
+function. With several devices (the model's mesh) each has a part of the minibatch, and the gradients are added up; parameters
+are everywhere. Of several GPUs the first has all of it: see `_mesh`.
 
 Letters: B trees, P prompts of a tree, W windows of text, T tokens.
 """
@@ -218,14 +218,19 @@ def descend(
 
 
 def _mesh(model: Llama) -> Mesh | None:
-    """What minibatches are spread over: all devices, or the model's mesh. None for one device.
+    """What minibatches are spread over: all devices, or the model's mesh. None for one device."""
+    mesh = mesh_of(model) or make_mesh()
+    return None if mesh.size == 1 or idle_gpus(model) else mesh
 
-    Of several GPUs of one process that need not share the model, the first alone: XLA (jax 0.11.2, H200) crashed both times
-    that it compiled the first look for two.
+
+def idle_gpus(model: Llama) -> int:
+    """GPUs that the gradient leaves alone: all but one, where there is one process and the model is not split.
+
+    XLA (jax 0.11.2, H200) crashed both times that it compiled the first look for two.
     """
     mesh = mesh_of(model) or make_mesh()
-    crashes = jax.default_backend() == "gpu" and mesh.shape["model"] == 1 and jax.process_count() == 1
-    return None if mesh.size == 1 or crashes else mesh
+    whole = mesh.shape["model"] == 1 and jax.process_count() == 1
+    return mesh.size - 1 if whole and jax.default_backend() == "gpu" else 0
 
 
 @dataclass(frozen=True)
