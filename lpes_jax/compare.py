@@ -18,16 +18,12 @@ A comparison that was cut off goes on with --resume: methods that were tuned and
 trained and positional channels are looked for once more; where these come out otherwise, that method is tuned anew.)
 """
 
-import contextlib
 import hashlib
-import json
 import math
-import shutil
-import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -37,11 +33,10 @@ import jax
 import numpy as np
 
 from lpes_jax.cli import run_verb
-from lpes_jax.errors import Interrupted, UserError
+from lpes_jax.errors import UserError
 from lpes_jax.evaluation import (
     BASELINE,
     Candidate,
-    Outcome,
     default_metrics,
     evaluate,
     results_record,
@@ -49,7 +44,7 @@ from lpes_jax.evaluation import (
     slots_of,
     write_samples,
 )
-from lpes_jax.factors import LayerFactors, read_json, write_json
+from lpes_jax.factors import LayerFactors, write_json
 from lpes_jax.methods import Maker
 from lpes_jax.methods.attention_buckets import BASES, attention_buckets
 from lpes_jax.methods.hidden_channel import FACTORS, hidden_channel, positional_channels
@@ -69,6 +64,7 @@ from lpes_jax.scoring import Batch, OptionScorer, Scorer, batch_scores, pack_row
 from lpes_jax.search.plain_text import text_windows
 from lpes_jax.tasks.flags import TaskFlags, task_of, title_of
 from lpes_jax.tasks.prompts import EncodedPrompt, Overlength, encode, fit, option_prompts
+from lpes_jax.unfinished import Unfinished, outcome_of, record_of
 
 NAMES = (
     "baseline",
@@ -85,8 +81,6 @@ NAMES = (
     "lpes",
 )
 _TIMED_PROMPTS = 8
-_BEGUN = "begun.json"
-_PLAIN = ("compilations", "prompt_tokens", "counts", "outputs", "output_tokens")  # of an Outcome: JSON as they are
 
 
 @dataclass(frozen=True)
@@ -163,7 +157,7 @@ def run_comparison(settings: CompareSettings) -> dict[str, Any]:
     held_out = task.examples("test", settings.test_limit, settings.seed)
     found = None if settings.factors is None else LayerFactors.load(settings.factors)
     loaded = load(settings.model, settings.dtype)
-    kept = _Kept(settings, loaded, found)
+    kept = Unfinished(settings.output_path, _config(settings, loaded, found), settings.resume)
     with kept.interruptible():
         record = _compared(settings, names, task, searched, held_out, loaded, found, kept, started)
     kept.drop()
@@ -178,7 +172,7 @@ def _compared(
     held_out: Sequence[Any],
     loaded: Loaded,
     found: LayerFactors | None,
-    kept: "_Kept",
+    kept: Unfinished,
     started: float,
 ) -> dict[str, Any]:
     places = slots_of(task, settings.positions if task.num_items > 1 else (0,))
@@ -195,7 +189,7 @@ def _compared(
         stop_ids=loaded.stop_ids,
         overlength=settings.overlength,
         batch_size=settings.batch_size,
-        on_outcome=lambda outcome: kept.keep("measured", outcome.candidate.name, _record_of(outcome)),
+        on_outcome=lambda outcome: kept.keep("measured", outcome.candidate.name, record_of(outcome)),
     )
     choices: dict[str, list[Choice]] = {}
     for name in names:
@@ -225,7 +219,7 @@ def _compared(
             tuned[name] = settings_of[kept.tuned[name]["setting"]], kept.tuned[name]["tried"]
         candidates = [Candidate(name, method=chosen.maker) for name, (chosen, _) in tuned.items()]
         progress.note("measuring on held-out questions")
-        earlier = {name: _outcome_of(it) for name, it in kept.measured.items()}
+        earlier = {name: outcome_of(it) for name, it in kept.measured.items()}
         outcomes = measured(candidates, earlier=earlier, on_prompts=progress.prompts)
         progress.note("timing")
         costs = _costs(loaded, outcomes[0].prompts[:_TIMED_PROMPTS], candidates, settings.repeats)
@@ -241,104 +235,14 @@ def _compared(
     return record
 
 
-class _Kept:
-    """What is tuned and measured, by the method's name: in files under OUT/unfinished until the comparison is done.
-
-    Raises UserError for a folder with such files, unless it is to be resumed and all that decides the results is as it was.
-    """
-
-    def __init__(self, settings: CompareSettings, loaded: Loaded, found: LayerFactors | None):
-        self.path, out = settings.output_path / "unfinished", settings.output_path
-        files = {f"--{name}": it for name in ("data", "router", "text") if (it := getattr(settings, name)) is not None}
-        decides = {name: it for name, it in _as_record(settings).items() if name not in ("output_path", "batch_size")}
-        decides |= {f"the contents of {flag}": content_sha256(it, f"{flag} ") for flag, it in files.items()}
-        decides |= {} if found is None else {"the contents of --factors": hashlib.sha256(found.factors.tobytes()).hexdigest()}
-        decides |= {f"the model's {name}": it for name, it in loaded.identity.items()}
-        self._begun = json.loads(json.dumps({"decides": decides, "environment": environment()}))
-        if settings.resume and not self.path.exists():
-            raise UserError(f"--resume: {out} holds no comparison that was cut off; leave --resume out to begin one")
-        if self.path.exists() and not settings.resume:
-            raise UserError(
-                f"--output-path {out} holds a comparison that was cut off; give --resume to go on with it, another folder, or "
-                f"delete {self.path}"
-            )
-        if self.path.exists():
-            self._check(out)
-        self.tuned, self.measured = self._read("tuned"), self._read("measured")
-
-    def _check(self, out: Path) -> None:
-        """Raise UserError where something that decides the results was another; say so where it is the machine."""
-        if not (self.path / _BEGUN).exists():  # cut off at its first or its last moment: nothing can be told of what is there
-            shutil.rmtree(self.path)
-            return
-        before = read_json(self.path / _BEGUN)
-        for name in sorted(before["decides"] | self._begun["decides"]):
-            if (was := before["decides"].get(name)) != (now := self._begun["decides"].get(name)):
-                raise UserError(
-                    f"--resume: {out} was begun with {name.replace('_', '-')} {was!r} (now {now!r}); give the same or another "
-                    f"--output-path, or delete {self.path}"
-                )
-        if before["environment"] != (now := self._begun["environment"]):
-            named = ", ".join(f"{name} {was!r} (now {now.get(name)!r})" for name, was in before["environment"].items()
-                              if was != now.get(name))  # fmt: skip
-            print(f"note: {out} was begun with {named}; figures are of both", file=sys.stderr)
-
-    def _read(self, what: str) -> dict[str, Any]:
-        return {path.name.partition(".")[0]: read_json(path) for path in self.path.glob(f"*.{what}.json")}
-
-    def keep(self, what: Literal["tuned", "measured"], name: str, record: dict[str, Any]) -> None:
-        """Of a method, on the disk and in mind."""
-        if not (self.path / _BEGUN).exists():
-            _make(self.path)
-            write_json(self.path / _BEGUN, self._begun)
-        write_json(self.path / f"{name}.{what}.json", record)
-        getattr(self, what)[name] = record
-
-    def forget(self, name: str) -> None:
-        """What was measured of a method, if it was."""
-        (self.path / f"{name}.measured.json").unlink(missing_ok=True)
-        self.measured.pop(name, None)
-
-    def drop(self) -> None:
-        """Remove the files, the word on what they are first: the results are written."""
-        (self.path / _BEGUN).unlink(missing_ok=True)
-        shutil.rmtree(self.path)
-
-    @contextlib.contextmanager
-    def interruptible(self) -> Iterator[None]:
-        """A SIGINT or SIGTERM in here says how to go on."""
-        try:
-            yield
-        except KeyboardInterrupt as stop:
-            way_on = "interrupted, and nothing was measured yet"
-            if self.path.exists():
-                way_on = f"interrupted; what was measured is in {self.path}: the same command with --resume goes on from there"
-            raise Interrupted(getattr(stop, "number", signal.SIGINT), way_on) from None
-
-
-def _record_of(outcome: Outcome) -> dict[str, Any]:
-    """All of an outcome but its candidate and its prompts, as JSON has it."""
-    scores = {metric: values.tolist() for metric, values in outcome.scores.items()}
-    likelihood, begun = outcome.log_likelihood, outcome.prefix_of_outputs
-    return {
-        "scores": scores,
-        "log_likelihood": None if likelihood is None else [[str(value) for value in row] for row in likelihood],  # may be -inf
-        "prefix_of_outputs": None if begun is None else begun.tolist(),
-        **{name: getattr(outcome, name) for name in _PLAIN},
-    }
-
-
-def _outcome_of(record: Mapping[str, Any]) -> Outcome:
-    """The outcome of a record; `evaluate` gives it its candidate and prompts."""
-    likelihood, begun = record["log_likelihood"], record["prefix_of_outputs"]
-    return Outcome(
-        Candidate(""),
-        [],
-        {metric: np.array(values) for metric, values in record["scores"].items()},
-        None if likelihood is None else np.array(likelihood, np.float32),
-        prefix_of_outputs=None if begun is None else np.array(begun),
-        **{name: record[name] for name in _PLAIN},
-    )
+def _config(settings: CompareSettings, loaded: Loaded, found: LayerFactors | None) -> dict[str, Any]:
+    """All that decides a comparison's results, by content where it is a file's."""
+    files = {name: it for name in ("data", "router", "text") if (it := getattr(settings, name)) is not None}
+    contents = {name: content_sha256(path, f"--{name} ") for name, path in files.items()}
+    if found is not None:
+        contents["factors"] = hashlib.sha256(found.factors.tobytes()).hexdigest()
+    asked = {name: it for name, it in _as_record(settings).items() if name not in ("output_path", "batch_size")}
+    return {"model": loaded.identity, "settings": asked, "sha256": contents, "environment": environment()}
 
 
 def _as_record(settings: CompareSettings) -> dict[str, Any]:

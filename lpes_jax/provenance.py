@@ -1,9 +1,10 @@
-"""Where a result comes from: versions, devices, XLA's flags, the commit, and hashes of what was asked."""
+"""Where a result comes from: versions, devices, XLA's flags, the commit, hashes of what was asked. Is a run the one begun?"""
 
 import hashlib
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import version
@@ -16,6 +17,11 @@ from lpes_jax.errors import UserError
 from lpes_jax.tasks.prompts import Prompt
 
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
+# Of a run's config: paths, whose contents decide.
+PLACES = (
+    *("settings.model", "model.name", "settings.data", "settings.text", "settings.initial_factors"),
+    *("settings.factors", "settings.router"),
+)
 
 
 def environment() -> dict[str, Any]:
@@ -63,6 +69,40 @@ def prompts_sha256(prompts: Sequence[Prompt]) -> str:
     for prompt in prompts:
         digest.update(json.dumps([prompt.text, prompt.answers, prompt.references, prompt.options]).encode())
     return digest.hexdigest()
+
+
+def check_resumed(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raise UserError where the run in `path` was begun with another config, but for `PLACES`.
+
+    Where its `environment` alone was another, a line on stderr says so.
+    """
+    before, now = flat(before), flat(now)
+    different = [key for key in sorted({*before, *now} - {*PLACES}) if before.get(key) != now.get(key)]
+    elsewhere = [key for key in different if key.startswith("environment.")]
+    if refused := [key for key in different if key not in elsewhere]:
+        named = ", ".join(f"{flag_of(key)} {before.get(key)!r} (now {now.get(key)!r})" for key in refused[:4])
+        raise UserError(f"--resume: {path} was run with {named}; give the same or another --output-path")
+    if elsewhere:
+        named = ", ".join(f"{flag_of(key)} {before.get(key)!r} (now {now.get(key)!r})" for key in elsewhere)
+        print(f"note: {path} was begun with {named}; scores may differ in their last digits", file=sys.stderr)
+
+
+def flat(record: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested names as one, with dots."""
+    found = {}
+    for name, value in record.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {f"{prefix}{name}": value}
+    return found
+
+
+def flag_of(key: str) -> str:
+    """What a user calls it."""
+    if key.startswith("settings."):
+        return "--" + key.removeprefix("settings.").replace("_", "-")
+    if key.startswith("sha256."):
+        name = key.removeprefix("sha256.")
+        return {"prompts": "questions", "start": "a start"}.get(name, f"--{name}") + " with sha256"
+    return key
 
 
 def _version(package: str) -> str | None:

@@ -109,7 +109,7 @@ def test_a_comparison_that_is_killed_goes_on(compared, model_folder, tmp_path):
         UserError, match="holds a comparison that was cut off; give --resume to go on with it, another folder, or"
     ):
         run_comparison(settings)
-    with pytest.raises(UserError, match=r"was begun with test-limit 2 \(now 3\); give the same or another"):
+    with pytest.raises(UserError, match=r"was run with --test-limit 2 \(now 3\); give the same or another"):
         run_comparison(replace(settings, test_limit=3, resume=True))
     # What stands there is taken as it is: a figure that no run gives comes out again.
     record, tuned = read_json(measured), read_json(out / "unfinished/uniform.tuned.json")

@@ -23,6 +23,7 @@ from lpes_jax.models.llama.method import of_table
 from lpes_jax.prefixes import pack_rows
 from lpes_jax.rope import RopeTable, scale_layers
 from lpes_jax.scoring import Scorer, batch_scores, population_scores
+from lpes_jax.search import gradient as gradient_search
 from lpes_jax.text_nll import token_nll
 
 def close(one, other, rtol=1e-5):
@@ -104,6 +105,11 @@ wanted = scorers[eight](factors).log_likelihood
 for batch, of, rows in scorers[one]._plan("individuals").passes:
     _, likelihood = jax.pmap(population_scores, in_axes=(None, None, 0))(model, jax.device_get(batch), factors[:, None])
     close(np.asarray(likelihood)[:, 0][:, of], wanted[:, rows])
+# The gradient keeps to one of several GPUs.
+assert gradient_search.idle_gpus(model) == 0 and gradient_search._mesh(model).size == 8
+jax.default_backend = lambda: "gpu"
+assert gradient_search.idle_gpus(model) == 7 and gradient_search._mesh(model) is None
+assert gradient_search.idle_gpus(split) == 0 and gradient_search._mesh(split) == pairs
 print("same")
 """
 

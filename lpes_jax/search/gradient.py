@@ -14,7 +14,7 @@ less likely than is allowed.
 What the parameters are is the caller's: `apply(model, parameters)` gives the model and RoPE table that are scored. Layers are
 rematerialised in the backward pass, so memory does not grow with their number. The model is an argument of every compiled
 function. With several devices (the model's mesh) each has a part of the minibatch, and the gradients are added up; parameters
-are everywhere. Of several GPUs the first has all of it: see `_mesh`.
+are everywhere. Of several GPUs the first has all of it: see `idle_gpus`.
 
 Letters: B trees, P prompts of a tree, W windows of text, T tokens.
 """

@@ -31,13 +31,12 @@ import numpy as np
 from lpes_jax import hosts
 from lpes_jax.errors import UserError
 from lpes_jax.factors import read_json, write_json
+from lpes_jax.provenance import PLACES, check_resumed, flag_of, flat
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None
-
-_PLACES = ("settings.model", "model.name", "settings.data", "settings.text", "settings.initial_factors")
 
 
 class RunFolder:
@@ -164,7 +163,7 @@ class RunFolder:
             kept = self._whole_lines() if resume else b""
             before = self._config_before(needed=bool(kept)) if resume else None
             if before is not None:
-                self._check(before, json.loads(json.dumps(config)))
+                check_resumed(self.path, before, json.loads(json.dumps(config)))
             with self.writing():
                 os.truncate(self.history_path, len(kept))
                 self._history.seek(0, os.SEEK_END)
@@ -221,23 +220,12 @@ class RunFolder:
             kept += line
         return kept
 
-    def _check(self, recorded: dict[str, Any], config: dict[str, Any]) -> None:
-        before, now = _flat(recorded), _flat(config)
-        different = [key for key in sorted({*before, *now} - {*_PLACES}) if before.get(key) != now.get(key)]
-        elsewhere = [key for key in different if key.startswith("environment.")]
-        if refused := [key for key in different if key not in elsewhere]:
-            named = ", ".join(f"{_flag(key)} {before.get(key)!r} (now {now.get(key)!r})" for key in refused[:4])
-            raise UserError(f"--resume: {self.path} was run with {named}; give the same or another --output-path")
-        if elsewhere:
-            named = ", ".join(f"{_flag(key)} {before.get(key)!r} (now {now.get(key)!r})" for key in elsewhere)
-            print(f"note: {self.path} was begun with {named}; scores may differ in their last digits", file=sys.stderr)
-
 
 def check_processes(config: dict[str, Any], **more: Any) -> None:
     """Raise UserError, in all processes, where one of them has another `config`, but for paths and devices, or `more`."""
-    elsewhere = {*_PLACES, "environment.git_commit"}
-    record = {_flag(key): value for key, value in _flat(config).items() if key not in elsewhere and ".devices." not in key}
-    hosts.check_alike(record | {_flag(f"settings.{name}"): value for name, value in more.items()})
+    elsewhere = {*PLACES, "environment.git_commit"}
+    record = {flag_of(key): value for key, value in flat(config).items() if key not in elsewhere and ".devices." not in key}
+    hosts.check_alike(record | {flag_of(f"settings.{name}"): value for name, value in more.items()})
 
 
 def _arrays(path: Path) -> list[np.ndarray]:
@@ -259,19 +247,3 @@ def sync(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-def _flat(record: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested names as one, with dots."""
-    flat = {}
-    for name, value in record.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {f"{prefix}{name}": value}
-    return flat
-
-
-def _flag(key: str) -> str:
-    """What a user calls it."""
-    if key.startswith("settings."):
-        return "--" + key.removeprefix("settings.").replace("_", "-")
-    files = {"sha256.data": "--data", "sha256.text": "--text", "sha256.prompts": "questions", "sha256.start": "a start"}
-    return f"{files[key]} with sha256" if key in files else key
