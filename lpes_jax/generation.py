@@ -112,9 +112,8 @@ def generate_ids(
         at = order[start : start + size]
         chosen = [list(prompts[i]) for i in at]
         padding = [chosen[0]] * (size - len(chosen))  # the last batch is as large as the others: one compilation
-        narrower = round_up(
-            max(map(len, chosen)), 4
-        )  # in steps of a quarter of its power of two, and where it is worth a program
+        # Few shapes: in steps of a quarter of its power of two, and only where it is worth a program.
+        narrower = round_up(max(map(len, chosen)), 4)
         if (width - narrower) * (len(order) - start) > compilation:
             width = narrower
         tokens, lengths = (jnp.asarray(array) for array in padded(chosen + padding, width))
