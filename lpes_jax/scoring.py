@@ -16,7 +16,9 @@ that predict an answer token, L layers, V vocabulary.
 """
 
 import math
+import os
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -315,8 +317,13 @@ class Scorer:
         return self._run(_sharded_scores, calls)
 
     def _run(self, program: Any, calls: Sequence[tuple[Any, ...]]) -> list[tuple[Array, Array]]:
-        """What the calls give."""
-        self._shapes |= {_shapes(call) for call in calls}
+        """What the calls give. Programs that are new are compiled side by side first."""
+        new = {shapes: call for call in calls if (shapes := _shapes(call)) not in self._shapes}
+        if len(new) > 1 and jax.process_count() == 1:
+            lowered = [program.lower(*call) for call in new.values()]
+            with ThreadPoolExecutor(min(len(lowered), os.cpu_count() or 1)) as pool:
+                list(pool.map(lambda it: it.compile(), lowered))  # the calls below find them
+        self._shapes |= new.keys()
         return [program(*call) for call in calls]
 
     def of_method(self, method: Method, on_prompts: Callable[[int], None] = lambda count: None) -> Scores:
