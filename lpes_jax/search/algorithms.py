@@ -5,7 +5,6 @@ the record), and `run`, which leaves a line in the history for everything that i
 """
 
 import math
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,7 +21,7 @@ from lpes_jax.prefixes import families
 from lpes_jax.rope import RopeTable, scale_layers
 from lpes_jax.search.fitness import Fitness, rounded
 from lpes_jax.search.genetic import CROSSOVER, FAILED_CROSSOVER, INITIAL, MUTATION, Lineage, PaperGA
-from lpes_jax.search.gradient import Apply, Look, Parameters, State, descend, idle_gpus, initial_state
+from lpes_jax.search.gradient import Apply, Look, Parameters, State, descend, initial_state
 from lpes_jax.search.minibatches import Data, pack, prompts_of_a_tree, shared_trees, sizes
 from lpes_jax.search.plain_text import text_windows
 from lpes_jax.search.settings import SearchSettings, genetic_settings, gradient_settings
@@ -179,11 +178,6 @@ class Gradient:
                 raise UserError("the loss is not finite at the start; try --dtype float32, or another --initial-factor")
             fitness.stop.check()
 
-        if idle := idle_gpus(model):
-            print(
-                f"note: the gradient uses one GPU; {idle} more are idle (CUDA_VISIBLE_DEVICES gives them other work)",
-                file=sys.stderr,
-            )
         descend(
             model,
             train,

@@ -14,13 +14,14 @@ less likely than is allowed.
 What the parameters are is the caller's: `apply(model, parameters)` gives the model and RoPE table that are scored. Layers are
 rematerialised in the backward pass, so memory does not grow with their number. The model is an argument of every compiled
 function. With several devices (the model's mesh) each has a part of the minibatch, and the gradients are added up; parameters
-are everywhere. Of several GPUs the first has all of it: see `idle_gpus`.
+are everywhere.
 
 Letters: B trees, P prompts of a tree, W windows of text, T tokens.
 """
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -181,56 +182,62 @@ def descend(
         by_weight=not goal.weighted,
         seed=seed,
     )
-    if resume is None:
-        first = look(0, math.nan, parameters, None)
-        state = initial_state(parameters, len(train.tasks))._replace(first_text_loss=first.text_loss, best=first)
-        on_look(first, state)
-    else:
-        state = resume
-        for _ in range(state.step):
-            next(minibatches)
-    rates = optax.cosine_decay_schedule(settings.learning_rate, settings.steps)
-    losses: list[Array] = []
-    parameters, moments = state.parameters, state.optimizer
-    for number in range(state.step + 1, settings.steps + 1):
-        if settings.patience and state.looks_since_best >= settings.patience:
-            break
-        rate = rates(number - 1) if settings.schedule == "cosine" else settings.learning_rate
-        numbers = jnp.asarray(rate, jnp.float32), jnp.asarray(settings.text_weight, jnp.float32)
-        minibatch = next(minibatches) if mesh is None else spread(next(minibatches), mesh)
-        rest = _placed((parameters, moments, *numbers), mesh)
-        parameters, moments, loss = _step(goal, mesh, model, *minibatch, *rest)
-        losses.append(loss)
-        if number % settings.look_every and number != settings.steps:
-            continue
-        train_loss = float(np.mean([float(loss) for loss in losses]))
-        if mesh is not None:
-            parameters, moments = jax.tree.map(jnp.asarray, to_host((parameters, moments)))
-        seen = look(number, train_loss, parameters, state.first_text_loss)
-        if not (math.isfinite(seen.train_loss) and math.isfinite(seen.loss)):
-            raise UserError(f"the loss is not finite after {number} steps; lower --learning-rate or narrow the bounds")
-        better = seen.allowed and seen.loss < state.best.loss
-        best, since_best = (seen, 0) if better else (state.best, state.looks_since_best + 1)
-        state = State(number, parameters, moments, state.first_text_loss, best, since_best)
-        on_look(seen, state)
-        losses = []
+    with _partitioner(mesh):
+        if resume is None:
+            first = look(0, math.nan, parameters, None)
+            state = initial_state(parameters, len(train.tasks))._replace(first_text_loss=first.text_loss, best=first)
+            on_look(first, state)
+        else:
+            state = resume
+            for _ in range(state.step):
+                next(minibatches)
+        rates = optax.cosine_decay_schedule(settings.learning_rate, settings.steps)
+        losses: list[Array] = []
+        parameters, moments = state.parameters, state.optimizer
+        for number in range(state.step + 1, settings.steps + 1):
+            if settings.patience and state.looks_since_best >= settings.patience:
+                break
+            rate = rates(number - 1) if settings.schedule == "cosine" else settings.learning_rate
+            numbers = jnp.asarray(rate, jnp.float32), jnp.asarray(settings.text_weight, jnp.float32)
+            minibatch = next(minibatches) if mesh is None else spread(next(minibatches), mesh)
+            rest = _placed((parameters, moments, *numbers), mesh)
+            parameters, moments, loss = _step(goal, mesh, model, *minibatch, *rest)
+            losses.append(loss)
+            if number % settings.look_every and number != settings.steps:
+                continue
+            train_loss = float(np.mean([float(loss) for loss in losses]))
+            if mesh is not None:
+                parameters, moments = jax.tree.map(jnp.asarray, to_host((parameters, moments)))
+            seen = look(number, train_loss, parameters, state.first_text_loss)
+            if not (math.isfinite(seen.train_loss) and math.isfinite(seen.loss)):
+                raise UserError(f"the loss is not finite after {number} steps; lower --learning-rate or narrow the bounds")
+            better = seen.allowed and seen.loss < state.best.loss
+            best, since_best = (seen, 0) if better else (state.best, state.looks_since_best + 1)
+            state = State(number, parameters, moments, state.first_text_loss, best, since_best)
+            on_look(seen, state)
+            losses = []
     return state.best
 
 
 def _mesh(model: Llama) -> Mesh | None:
     """What minibatches are spread over: all devices, or the model's mesh. None for one device."""
     mesh = mesh_of(model) or make_mesh()
-    return None if mesh.size == 1 or idle_gpus(model) else mesh
+    return None if mesh.size == 1 else mesh
 
 
-def idle_gpus(model: Llama) -> int:
-    """GPUs that the gradient leaves alone: all but one, where there is one process and the model is not split.
+@contextlib.contextmanager
+def _partitioner(mesh: Mesh | None) -> Iterator[None]:
+    """GSPMD in here where several GPUs share the work: XLA's pass for Shardy crashes on these programs (jax 0.11.2, H200).
 
-    XLA (jax 0.11.2, H200) crashed both times that it compiled the first look for two.
+    Its warning of GSPMD's end is XLA's; once Shardy compiles them this can go.
     """
-    mesh = mesh_of(model) or make_mesh()
-    whole = mesh.shape["model"] == 1 and jax.process_count() == 1
-    return mesh.size - 1 if whole and jax.default_backend() == "gpu" else 0
+    name = "jax_use_shardy_partitioner"
+    before, crashes = getattr(jax.config, name), mesh is not None and jax.default_backend() == "gpu"
+    jax.config.update(name, before and not crashes)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
 
 
 @dataclass(frozen=True)
