@@ -75,8 +75,10 @@ def described() -> str:
 
 
 def compilations(since: float = 0.0) -> dict[str, Any]:
-    """Programs that this process compiled since a time (of `time.time`), and XLA's seconds (of programs compiled side by side,
-    each one's own); those found in the cache apart."""
+    """Programs that this process compiled since a time (of `time.time`), and XLA's seconds; those found in the cache apart.
+
+    The seconds of programs that were compiled side by side are added up.
+    """
     compiled = [seconds for when, seconds, found in _log if when >= since and not found]
     found = [seconds for when, seconds, found in _log if when >= since and found]
     return {

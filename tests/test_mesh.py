@@ -9,12 +9,13 @@ import sys
 from pathlib import Path
 
 DEVICES = """
-import re, sys
+import re, sys, time
 from functools import partial
 import jax, jax.numpy as jnp, numpy as np
 import lpes_jax as lj
 import test_scoring as t
 from lpes_jax import scoring
+from lpes_jax.compilation import compilations
 from lpes_jax.errors import UserError
 from lpes_jax.generation import generate_ids
 from lpes_jax.mesh import BY_POPULATION, EVERYWHERE, make_mesh, over_population, put, put_model
@@ -105,6 +106,15 @@ wanted = scorers[eight](factors).log_likelihood
 for batch, of, rows in scorers[one]._plan("individuals").passes:
     _, likelihood = jax.pmap(population_scores, in_axes=(None, None, 0))(model, jax.device_get(batch), factors[:, None])
     close(np.asarray(likelihood)[:, 0][:, of], wanted[:, rows])
+# Programs that are compiled side by side, as for a GPU: the same scores, and nothing is compiled twice.
+several = t.prompts_of(9, 40, 33, 12, 70)
+wanted, since = Scorer(models[one], several, batch_size=2)(factors[:2]), []
+scoring._sharded_scores.clear_cache()
+scoring._compiles_side_by_side = lambda: since.append(time.time()) is None
+scorer = Scorer(models[one], several, batch_size=2)
+got, started = scorer(factors[:2]), since[0]
+assert compilations(started)["programs"] == scorer.compilations == 3, (compilations(started), scorer.compilations)
+np.testing.assert_array_equal(got.log_likelihood, wanted.log_likelihood)
 # XLA compiles the gradient's programs by GSPMD where several GPUs share them, and by Shardy after that.
 shardy = []
 jax.default_backend = lambda: "gpu"
