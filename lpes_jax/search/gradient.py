@@ -227,8 +227,9 @@ def _mesh(model: Llama) -> Mesh | None:
 
 @contextlib.contextmanager
 def _partitioner(mesh: Mesh | None) -> Iterator[None]:
-    """GSPMD in here where several GPUs share the work: XLA's pass for Shardy crashes on these programs (jax 0.11.2, H200).
+    """GSPMD in here where several GPUs share the work: XLA's pass for Shardy crashes on these programs (jax 0.11.2, two H200s).
 
+    It was seen with the model whole on each and one process; other meshes were not tried on GPUs.
     Its warning of GSPMD's end is XLA's; once Shardy compiles them this can go.
     """
     name = "jax_use_shardy_partitioner"
