@@ -1,6 +1,6 @@
 # make demo, make test: each makes .venv, installs, and runs. PYTHON: any Python from 3.11 on.
 PYTHON ?= python3
-EXTRAS ?= test
+EXTRAS ?= test,parity
 
 .PHONY: demo test clean
 
