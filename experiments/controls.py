@@ -91,13 +91,15 @@ class Settings(TargetFlags):
     """Windows of text a step."""
     seeds: tuple[int, ...] = (0,)
     """Each is a run of every control with search examples and minibatches of its own."""
+    plain_prompt: bool = True
+    """Measure the prompt without the answer's opener as well."""
 
 
 def main(s: Settings) -> None:
     """Run what is missing and write the tables."""
     if len(s.weights) != len(s.search_positions):
         raise UserError("--weights: give one number for each of --search-positions")
-    used = settings_record(s, "controls", "counts", "seeds")
+    used = settings_record(s, "controls", "counts", "seeds", "plain_prompt")
     targets = targets_of(replace(s, num_pairs=(*s.num_pairs, *s.other_pairs)))
     learnt: dict[str, tuple[Control, int, int]] = {
         f"{control}_{count}_seed{seed}": (control, count, seed)
@@ -105,7 +107,8 @@ def main(s: Settings) -> None:
         for count in s.counts
         for seed in s.seeds
     }
-    names: list[str] = [BASELINE, "plain_prompt", *learnt]
+    without_numbers = [BASELINE, "plain_prompt"][: 1 + s.plain_prompt]
+    names: list[str] = [*without_numbers, *learnt]
     loaded: Loaded | None = None
     for number, name in enumerate(names):
         path = s.output_path / f"{name}.json"
@@ -132,7 +135,7 @@ def main(s: Settings) -> None:
     if s.part != "0/1":
         raise SystemExit(f"part {s.part} is done; when all are, the same command without --part writes the tables")
     records = {name: load_cell(s.output_path / f"{name}.json", used) for name in names}
-    scores = {name: _mean_scores([records[name]]) for name in (BASELINE, "plain_prompt")} | {
+    scores = {name: _mean_scores([records[name]]) for name in without_numbers} | {
         f"{control}, {count} a layer": _mean_scores([records[f"{control}_{count}_seed{seed}"] for seed in s.seeds])
         for control in s.controls
         for count in s.counts
