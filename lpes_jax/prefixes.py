@@ -3,7 +3,8 @@
 Which rows share is found from their token ids alone: queries of one haystack, admitted answers of one prompt, options of one
 question, documents up to the one that moves, a few-shot header. Rows in the order of their ids stand beside those that they
 share most with; `groups` cuts this order where a model of the cost says so. Sharing saves tokens, and costs attention between
-branches that is computed and masked away; where it gains little, all rows stay alone.
+branches that is computed and masked away; where it gains little, all rows stay alone. `batches` pads trees to few shapes by the
+same model, and says what that costs: of several ways to group the rows the cheapest is theirs who call.
 
 Letters: B rows or trees, T tokens, A answer tokens, R rows of a tree, M tokens of a tree that predict an answer token.
 """
@@ -25,7 +26,13 @@ Row = tuple[list[int], list[int]]  # prompt ids, answer ids
 
 _MOST_ROWS, _MOST_TOKENS = 256, 2**16  # of a tree
 _LEAST_GAIN = 0.05  # of the cost, below which rows stay alone: one kind of shape less
-_SHAPE = 0.03  # of all tokens, which one more shape of batches must save at least: it is compiled
+_STEP = 32  # a root that is cut keeps a multiple of so many tokens
+# Parts of a power of two that widths are rounded up to: few of them, that one program may serve several sets of prompts; more
+# where the 2 % of the tokens that they save pay for programs of their own.
+_COARSE, _FINE, _FINE_SAVES = 16, 64, 0.02
+# Of all tokens, what one more shape of batches must save at least, as it is compiled: where that is all that is known, and
+# beside what it costs to compile.
+_SHAPE, _SHAPE_OF_KNOWN_COST = 0.03, 0.01
 # Attention to one key in units of its multiplications, by a causal kernel and by a mask: the rest of it is memory and exp. On a
 # GPU both are of cuDNN's kernels, the second from its time alone (168 TFLOP/s on an H200).
 _PAIR = {"cpu": (2.0, 2.0), "gpu": (2.0, 4.0)}
@@ -74,7 +81,7 @@ class Costs(NamedTuple):
         return self.token * width + self.causal_pair * prefix**2 / 2 + self.masked_pair * branches * width
 
 
-def round_up(length: int, parts: int = 16) -> int:
+def round_up(length: int, parts: int = _COARSE) -> int:
     """The padded length of a prompt: up to the next 32, or sixteenth of its power of two: few shapes, little waste."""
     step = max(32, (1 << (length - 1).bit_length()) // parts)
     return -(-length // step) * step
@@ -111,6 +118,14 @@ def groups(rows: Sequence[Row], costs: Costs, most_tokens: int) -> list[list[int
     return cut[::-1]
 
 
+def of_one_prompt(rows: Sequence[Row]) -> list[list[int]]:
+    """The rows of each prompt: its admitted answers."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for i, (ids, _) in enumerate(rows):
+        found.setdefault(tuple(ids), []).append(i)
+    return list(found.values())
+
+
 def families(rows: Sequence[Row]) -> list[list[int]]:
     """Rows that are alike for the most part: a family is cut where rows in the order of their ids share less than half.
 
@@ -141,8 +156,17 @@ class Tree:
     @property
     def shape(self) -> tuple[int, int]:
         """Padded widths of the root and of all branches."""
+        return self.padded()
+
+    def padded(self, parts: int = _COARSE) -> tuple[int, int]:
+        """Widths of the root and of all branches, rounded up."""
         branches = len(self.tokens) - self.prefix
-        return round_up(self.prefix), round_up(branches) if branches else 0
+        return round_up(self.prefix, parts), round_up(branches, parts) if branches else 0
+
+    def cut(self, parts: int = _COARSE) -> tuple[int, int]:
+        """Tokens of the root that a multiple of `_STEP` keeps, and the width of the whole tree, rounded up."""
+        prefix = max(_STEP, self.prefix // _STEP * _STEP)
+        return prefix, round_up(max(prefix, len(self.tokens) + max(0, prefix - self.prefix)), parts)
 
 
 def tree_of(rows: Sequence[Row], group: list[int]) -> Tree:
@@ -171,7 +195,10 @@ def tree_of(rows: Sequence[Row], group: list[int]) -> Tree:
 
 
 class Shape(NamedTuple):
-    """What trees of a batch are padded to: tokens of the root and of all branches, tokens that are read, rows."""
+    """What trees of a batch are padded to: tokens of the root and of all branches, tokens that are read, rows.
+
+    A root may have more tokens than `prefix`: the rest of it stands before the branches, and is seen by all of them.
+    """
 
     prefix: int
     branches: int
@@ -179,8 +206,13 @@ class Shape(NamedTuple):
     rows: int
 
     @classmethod
-    def of(cls, trees: Sequence[Tree]) -> "Shape":
-        prefix, branches = (max(widths) for widths in zip(*(tree.shape for tree in trees), strict=True))
+    def of(cls, trees: Sequence[Tree], *, cut: bool = False, parts: int = _COARSE) -> "Shape":
+        """Every root padded to the longest, or cut to the shortest; widths rounded up to `parts` of their power of two."""
+        if cut:
+            prefixes, widths = zip(*(tree.cut(parts) for tree in trees), strict=True)
+            prefix, branches = min(prefixes), max(widths) - min(prefixes)
+        else:
+            prefix, branches = (max(widths) for widths in zip(*(tree.padded(parts) for tree in trees), strict=True))
         rows, read = max(len(tree.rows) for tree in trees), max(len(tree.read) for tree in trees)
         return cls(prefix, branches, read if rows == 1 else -(-read // 8) * 8, rows)
 
@@ -199,11 +231,11 @@ def pack_trees(
     at, answers = np.zeros((2, size, num_rows, longest), np.int32)
     is_answer = np.zeros((size, num_rows, longest), bool)
     for b, tree in enumerate(trees):
-        where = np.arange(len(tree.tokens))
-        where[tree.prefix :] += prefix - tree.prefix
+        where, gap = np.arange(len(tree.tokens)), max(0, prefix - tree.prefix)
+        where[tree.prefix :] += gap
         tokens[b, where], positions[b, where] = tree.tokens, tree.positions
         ends[b, : tree.prefix] = width
-        ends[b, where[tree.prefix :]] = tree.ends[tree.prefix :] + prefix - tree.prefix
+        ends[b, where[tree.prefix :]] = tree.ends[tree.prefix :] + gap
         read[b, : len(tree.read)] = where[tree.read]
         for r, i in enumerate(tree.rows):
             answer = rows[i][1]
@@ -213,47 +245,74 @@ def pack_trees(
 
 
 def batches(
-    trees: Sequence[Tree], room: int, places: int = 1, most_trees: int | None = None, shape_cost: int = 0
-) -> list[tuple[Shape, list[list[Tree]]]]:
-    """Trees of about the same shape together: the shapes that they are padded to, each with its batches.
+    trees: Sequence[Tree],
+    room: int,
+    costs: Costs,
+    places: int = 1,
+    most_trees: int | None = None,
+    shape_cost: int = 0,
+) -> tuple[float, list[tuple[Shape, list[list[Tree]]]]]:
+    """Trees of about the same shape together: the shapes that they are padded to, each with its batches, and what that costs.
 
     A batch has as many trees for each of so many places as `room` tokens hold, and no more than `most_trees`; or one. Shapes
-    are chosen from the data: few, for each is a program to compile; one more where it saves 3 % of the tokens and `shape_cost`
-    tokens. Batches of a shape have as many trees: the last is filled with trees that have no rows.
+    are chosen from the data: few, for each is a program to compile; one more where it saves `shape_cost` tokens and 1 % of all,
+    or 3 % where that cost is 0, not known. Batches of a shape have as many trees: the last is filled with trees that have no
+    rows. The cost is in tokens that meet no other (`Costs`).
     """
     if not trees:
-        return []
-    by_root, by_branches = (sorted(trees, key=lambda tree: tree.shape[::way]) for way in (1, -1))
+        return 0.0, []
     size_of = partial(_batch_size, room=room, places=places, most_trees=most_trees)
-    _, groups = min((_by_shape(ordered, size_of, shape_cost) for ordered in (by_root, by_branches)), key=lambda it: it[0])
+    written = sum(float(costs.tree(tree.prefix, len(tree.tokens) - tree.prefix)) for tree in trees) / costs.token
+    extra = max(_SHAPE_OF_KNOWN_COST * written, float(shape_cost)) if shape_cost else _SHAPE * written
+    parts = _FINE if 0 < shape_cost < _FINE_SAVES * written else _COARSE
+    ways: list[tuple[float, list[tuple[Shape, list[Tree]]]]] = []
+    kinds = [kind for shared in (False, True) if (kind := [tree for tree in trees if (len(tree.rows) > 1) == shared])]
+    for split in (kinds, [list(trees)])[: len(kinds)]:  # the second is the first where there is one kind
+        cut = [
+            min((_by_shape(it, size_of, costs, extra, parts) for it in _orders(kind)), key=lambda it: it[0]) for kind in split
+        ]
+        ways.append((sum(cost for cost, _ in cut), [group for _, of_kind in cut for group in of_kind]))
+    cost, groups = min(ways, key=lambda it: it[0])
     found = []
-    for group in groups:
-        shape = Shape.of(group)
+    for shape, group in groups:
         size = int(size_of(len(group), shape.prefix + shape.branches))
         filled = group + [replace(group[0], rows=[], at=[])] * (-len(group) % size)
         found.append((shape, [filled[start : start + size] for start in range(0, len(filled), size)]))
-    return found
+    return cost, found
 
 
-def _by_shape(ordered: Sequence[Tree], size_of: Callable[[Any, Any], Any], shape_cost: int) -> tuple[float, list[list[Tree]]]:
-    """The cut of the trees in this order into groups that are padded to a shape each, at the least cost, and that."""
-    shapes = np.array([tree.shape for tree in ordered])
-    ends = np.append(np.flatnonzero((shapes[1:] != shapes[:-1]).any(axis=1)) + 1, len(ordered))  # of equal shapes
-    starts, widths = np.append(0, ends[:-1]), shapes[ends - 1]
-    extra = max(_SHAPE * shapes.sum(), shape_cost)
-    best, begins = np.zeros(len(ends) + 1), np.zeros(len(ends) + 1, int)
+def _orders(trees: Sequence[Tree]) -> list[list[Tree]]:
+    """By root, by branches, and by all tokens: what stands side by side may have a shape in common."""
+    by_root, by_branches = (sorted(trees, key=lambda tree: tree.shape[::way]) for way in (1, -1))
+    return [by_root, by_branches, sorted(trees, key=lambda tree: (len(tree.tokens), tree.prefix))]
+
+
+def _by_shape(
+    ordered: Sequence[Tree], size_of: Callable[[Any, Any], Any], costs: Costs, extra: float, parts: int
+) -> tuple[float, list[tuple[Shape, list[Tree]]]]:
+    """The cut of the trees in this order into groups that have a shape each, at the least cost, and that."""
+    kinds = np.array([(*tree.padded(parts), *tree.cut(parts)) for tree in ordered])
+    ends = np.append(np.flatnonzero((kinds[1:] != kinds[:-1]).any(axis=1)) + 1, len(ordered))  # of trees that are alike
+    starts, kinds = np.append(0, ends[:-1]), kinds[ends - 1]
+    best, begins, is_cut = np.zeros(len(ends) + 1), np.zeros(len(ends) + 1, int), np.zeros(len(ends) + 1, bool)
     for end in range(1, len(ends) + 1):
-        width = np.maximum.accumulate(widths[:end][::-1], axis=0)[::-1].sum(axis=1)
+        back = kinds[:end][::-1]  # widest, or narrowest, of the kinds from each start to this end
+        root, branches, _, width = np.maximum.accumulate(back, axis=0)[::-1].T
+        prefix = np.minimum.accumulate(back[:, 2])[::-1]
         count = ends[end - 1] - starts[:end]
-        size = size_of(count, width)
-        cost = best[:end] + -(-count // size) * size * width + extra
-        begins[end] = cost.argmin()
-        best[end] = cost[begins[end]]
-    cut, end = [], len(ends)
+        both = []
+        for shape in ((root, branches), (prefix, width - prefix)):
+            size = size_of(count, sum(shape))
+            both.append(best[:end] + -(-count // size) * size * costs.tree(*shape) / costs.token + extra)
+        least = np.minimum(*both)
+        begins[end] = least.argmin()
+        best[end], is_cut[end] = least[begins[end]], both[1][begins[end]] < both[0][begins[end]]
+    groups, end = [], len(ends)
     while end:
-        cut.append(list(ordered[int(starts[begins[end]]) : int(ends[end - 1])]))
+        group = list(ordered[int(starts[begins[end]]) : int(ends[end - 1])])
+        groups.append((Shape.of(group, cut=bool(is_cut[end]), parts=parts), group))
         end = begins[end]
-    return float(best[-1]), cut[::-1]
+    return float(best[-1]), groups[::-1]
 
 
 def _batch_size(count: Any, width: Any, room: int, places: int, most_trees: int | None) -> Any:

@@ -45,6 +45,7 @@ from lpes_jax.prefixes import (
     alone,
     batches,
     groups,
+    of_one_prompt,
     pack_rows,
     pack_trees,
     round_up,
@@ -211,11 +212,12 @@ class Scorer:
         compilation = tokens_of_a_compilation(self.model)
         self._shape_cost = {
             "rows": compilation,
-            "individuals": 0 if individuals is None else compilation // max(1, individuals),
+            "individuals": 0 if individuals is None else max(1, compilation // max(1, individuals)),
         }
         width = round_up(self.longest)
         self._fits = batch_size * width if batch_size else tokens_that_fit(self.model, width, self._answer_length)
         self._at_once = batch_size * width if batch_size else min(self._fits, tokens_worth_it(self.model, width))
+        self._costs = Costs.of(self.model.config, jax.default_backend())
         self._plans: dict[tuple[str, int], _Plan] = {}
         self._shapes: set[Hashable] = set()
         self._group()
@@ -228,9 +230,18 @@ class Scorer:
         self.tokens_saved = 1 - written / alone
 
     def _grouped(self, most_tokens: int) -> list[Tree]:
-        rows, costs = self._rows, Costs.of(self.model.config, jax.default_backend())
-        trees = groups(rows, costs, most_tokens) if self._share else [[at] for at in range(len(rows))]
-        return [tree_of(rows, tree) for tree in trees]
+        """The rows as trees, by the grouping whose batches cost least: what two prompts share may not be worth its padding."""
+        rows = self._rows
+        if not self._share:
+            return [tree_of(rows, [at]) for at in range(len(rows))]
+        ways = groups(rows, self._costs, most_tokens), of_one_prompt(rows)
+        of_ways = [[tree_of(rows, tree) for tree in trees] for trees in ways]
+        return min(of_ways, key=lambda trees: self._batches(trees, 1, self._shape_cost["individuals"])[0])
+
+    def _batches(
+        self, trees: list[Tree], parts: int, shape_cost: int, tables: int = 1
+    ) -> tuple[float, list[tuple[Shape, list[list[Tree]]]]]:
+        return batches(trees, self._at_once // tables, self._costs, parts, self._batch_size, shape_cost)
 
     def lengthen(self, longest: int) -> None:
         """Make the RoPE table for so many tokens, where it hangs on them: a part of the prompts is scored as among all."""
@@ -252,11 +263,10 @@ class Scorer:
             trees = [tree_of(self._rows, [at]) for at in range(len(self._rows))]
         shape_cost = self._shape_cost["rows" if by == "rows" else "individuals"] * parts // tables
         passes = []
-        for kind in ([tree for tree in trees if (len(tree.rows) > 1) == shared] for shared in (False, True)):
-            for shape, of_shape in batches(kind, self._at_once // tables, parts, self._batch_size, shape_cost):
-                of_rows = [self._rows[at] for batch in of_shape for tree in batch for at in tree.rows]
-                longest = max(len(ids) + len(answer) for ids, answer in of_rows)
-                passes += [self._pass(batch, shape, longest, by) for batch in of_shape]
+        for shape, of_shape in self._batches(trees, parts, shape_cost, tables)[1]:
+            of_rows = [self._rows[at] for batch in of_shape for tree in batch for at in tree.rows]
+            longest = max(len(ids) + len(answer) for ids, answer in of_rows)
+            passes += [self._pass(batch, shape, longest, by) for batch in of_shape]
         tokens = max(_tokens(it.batch).size for it in passes) // parts
         read = max((it.batch.read if isinstance(it.batch, SharedBatch) else it.batch.answers).size for it in passes) // parts
         fits = planned_memory() // pass_bytes(self.model, tokens, read)

@@ -16,7 +16,7 @@ from lpes_jax.generation import generate_ids
 from lpes_jax.methods.attention_buckets import attention_buckets
 from lpes_jax.models.llama import prefix
 from lpes_jax.models.llama.method import Method, of_table
-from lpes_jax.prefixes import Costs, Row, Tree, batches, groups, pack_rows, pack_trees, tree_of
+from lpes_jax.prefixes import Costs, Row, Shape, Tree, batches, groups, of_one_prompt, pack_rows, pack_trees, tree_of
 from lpes_jax.rope import RopeParameters, RopeTable
 from lpes_jax.scoring import Scorer, batch_scores
 from lpes_jax.tasks.prompts import EncodedPrompt
@@ -59,6 +59,26 @@ def both_ways(tiny_model):
         together = score(tiny_model, pack_trees([largest, tree], filled), method)
         alone = score(tiny_model, pack_rows([filled[at] for at in tree.rows] + LARGEST[:1], 6), method)
         return [np.asarray(values)[4:] for values in together], [np.asarray(values)[:4] for values in alone]
+
+    yield run
+    assert score._cache_size() == 2
+
+
+BEFORE = list(range(50, 90))  # what all roots begin with, and more than is left of them
+
+
+@pytest.fixture(scope="module")
+def both_ways_cut(tiny_model):
+    """Scores of four rows that begin with `BEFORE` as a tree whose root is cut to 32 tokens, and alone; each compiled once."""
+    method, score = of_table(tiny_model.config.rope_table(192)), jax.jit(lambda *inputs: batch_scores(*inputs))
+
+    def run(rows: list[Row]):
+        filled = rows + [rows[0]] * (4 - len(rows))
+        tree = tree_of(filled, [0, 1, 2, 3])
+        assert tree.prefix > 32
+        packed = pack_trees([tree], filled, 6, Shape(32, 160, 24, 4))
+        alone = pack_rows([filled[at] for at in tree.rows], 6, longest=96)
+        return [[np.asarray(values) for values in score(tiny_model, batch, method)] for batch in (packed, alone)]
 
     yield run
     assert score._cache_size() == 2
@@ -173,9 +193,9 @@ def test_gradients_of_a_tree_are_those_of_its_rows(tiny_model):
 
 
 def test_a_pass_that_runs_out_of_memory_is_done_again_in_smaller_ones(tiny_model, monkeypatch):
-    prompts, factors = haystacks(2), np.array([[1.0, 1, 1], [1.3, 1, 1.7], [2, 1.5, 1], [1, 2, 1]])
+    prompts, factors = haystacks(5), np.array([[1.0, 1, 1], [1.3, 1, 1.7], [2, 1.5, 1], [1, 2, 1]])
     wanted = Scorer(tiny_model, prompts)(factors)
-    run, passes, room = scoring._sharded_scores, [], 200
+    run, passes, room = scoring._sharded_scores, [], 100
 
     def in_little_memory(model, batch, factors, *more):
         passes.append(len(factors) * batch.trees.tokens.size)
@@ -186,12 +206,12 @@ def test_a_pass_that_runs_out_of_memory_is_done_again_in_smaller_ones(tiny_model
     monkeypatch.setattr(scoring, "_sharded_scores", in_little_memory)
     scorer, done = Scorer(tiny_model, prompts, batch_size=6, population_chunk=4), []
     scores = scorer(factors, on_prompts=done.append)
-    halved = passes.index(256) + 1  # one individual, and still too much: smaller trees from here on
-    assert passes[:halved] == [4 * 96, 2 * 96, 2 * 256, 96, 256] and max(passes[halved:]) == 128 and sum(done) == 4 * 6
+    halved = passes.index(128) + 1  # one individual, one tree, and still too much: smaller trees from here on
+    assert passes[:halved] == [4 * 384, 2 * 384, 384, 128] and max(passes[halved:]) == 96 and sum(done) == 4 * 15
     np.testing.assert_array_equal(scores.correct, wanted.correct)
     np.testing.assert_allclose(scores.log_likelihood, wanted.log_likelihood, atol=1e-4, rtol=1e-5)
     scorer(factors)
-    assert max(passes[halved:]) == 128  # it remembers
+    assert max(passes[halved:]) == 96  # it remembers
     room = 8
     with pytest.raises(UserError, match=r"does not hold one prompt of \d+ tokens"):
         scorer(factors)
@@ -228,7 +248,7 @@ def test_a_method_of_several_tables_gets_passes_as_small_as_it_needs(tiny_model,
 
 def test_few_individuals_are_scored_by_few_programs(tiny_model, monkeypatch):
     prompts = [prompt for length in (20, 60, 150, 300) for prompt in haystacks(1, length=length, count=3)]
-    monkeypatch.setattr(scoring, "tokens_of_a_compilation", lambda model: 2000)
+    monkeypatch.setattr(scoring, "tokens_of_a_compilation", lambda model: 6000)
     factors = np.ones((1, 3), np.float32)
     many, few = Scorer(tiny_model, prompts, individuals=1000), Scorer(tiny_model, prompts, individuals=1)
     np.testing.assert_allclose(few(factors).log_likelihood, many(factors).log_likelihood, atol=1e-4, rtol=1e-5)
@@ -286,15 +306,44 @@ def test_batches_hold_every_tree_once_within_the_room_and_pad_less_than_one_shap
         Tree([i], *(np.zeros(prefix + branches, int),) * 3, prefix, np.zeros(1, int), [np.zeros(1, int)])
         for i, (prefix, branches) in enumerate(shapes)
     ]
-    found = batches(trees, room, places, most)
+    costs = Costs(50.0, 1.0, 2.0)
+    cost, found = batches(trees, room, costs, places, most)
     assert sorted(row for _, cut in found for batch in cut for tree in batch for row in tree.rows) == list(range(len(trees)))
     for shape, cut in found:
+        width = shape.prefix + shape.branches
         [size] = {len(batch) for batch in cut}  # a program a shape
-        assert size % places == 0 and size <= places * min(most or size, max(1, room // (shape.prefix + shape.branches)))
-        assert all(tree.shape[0] <= shape.prefix and tree.shape[1] <= shape.branches for batch in cut for tree in batch)
+        assert size % places == 0 and size <= places * min(most or size, max(1, room // width))
+        for tree in (
+            tree for batch in cut for tree in batch
+        ):  # the root is padded, or what is cut from it fits before the rest
+            assert max(0, shape.prefix - tree.prefix) + len(tree.tokens) <= width
         assert all(any(tree.rows for tree in batch) for batch in cut)
-    written = sum((shape.prefix + shape.branches) * len(batch) for shape, cut in found for batch in cut)
-    if places == 1 and most is None:  # what more shapes there are must pay
-        tokens, widest = sum(sum(tree.shape) for tree in trees), np.array([tree.shape for tree in trees]).max(axis=0).sum()
-        size = -(-len(trees) // -(-len(trees) // max(1, room // widest)))
-        assert written + 0.03 * tokens * (len(found) - 1) <= -(-len(trees) // size) * size * widest + 1e-6
+    # It costs what it says, and no more than one shape for all.
+    own = sum(costs.tree(tree.prefix, len(tree.tokens) - tree.prefix) for tree in trees) / costs.token
+    read = sum(len(batch) * costs.tree(shape.prefix, shape.branches) for shape, cut in found for batch in cut) / costs.token
+    np.testing.assert_allclose(cost, read + 0.03 * own * len(found))
+    if places == 1 and most is None:
+        roots, branches = np.array([tree.shape for tree in trees]).max(axis=0)
+        size = -(-len(trees) // -(-len(trees) // max(1, room // (roots + branches))))
+        assert cost <= -(-len(trees) // size) * size * costs.tree(roots, branches) / costs.token + 0.03 * own + 1e-6
+
+
+def test_roots_are_cut_where_padding_them_costs_more():
+    rows: list[Row] = [(list(range(1000, 1000 + length)) + [at], [9, at, 7]) for at, length in enumerate((700, 860, 1010))]
+    rows += [(ids, [9, 8]) for ids, _ in rows]
+    trees = [tree_of(rows, tree) for tree in of_one_prompt(rows)]
+    assert sorted(row for tree in trees for row in tree.rows) == list(range(6))
+    costs = Costs(1e5, 1.0, 2.0)
+    _, [(shape, [batch])] = batches(trees, 2**14, costs, shape_cost=2**14)  # one program
+    assert len(batch) == 3 and shape.prefix == 672  # of 701, by 32
+    assert shape.prefix + shape.branches == 1024 < 1024 + 32 == sum(Shape.of(trees)[:2])
+
+
+@given(families())
+@settings(max_examples=40, deadline=None)
+def test_a_tree_with_its_root_cut_scores_as_its_rows_alone(both_ways_cut, rows):
+    (correct, log_likelihood), (alone_correct, alone_likelihood) = both_ways_cut(
+        [(BEFORE + ids, answer) for ids, answer in rows]
+    )
+    np.testing.assert_array_equal(correct, alone_correct)
+    np.testing.assert_allclose(log_likelihood, alone_likelihood, atol=1e-4, rtol=1e-5)
