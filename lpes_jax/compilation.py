@@ -13,9 +13,12 @@ versions, XLA's flags and the device, so that nothing stale is found.
 `compilations(since)` counts what was compiled in this process, for a result's record.
 """
 
+import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +66,19 @@ def keep_programs(folder: Path | None = None) -> Path | None:
         if _setting(name) == default:
             jax.config.update(name, ours)
     return folder
+
+
+def compile_side_by_side(programs: Sequence[jax.stages.Lowered]) -> None:
+    """Compile programs at once, one for each core and 16 at most; calls of what they were lowered from find them.
+
+    Where one fails its error is raised, and others that have not begun are dropped, as they are by Ctrl-C.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    pool = ThreadPoolExecutor(min(len(programs), cores, 16))
+    try:
+        list(pool.map(lambda it: it.compile(), programs))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def described() -> str:

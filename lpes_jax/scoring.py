@@ -16,9 +16,7 @@ that predict an answer token, L layers, V vocabulary.
 """
 
 import math
-import os
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -29,6 +27,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from lpes_jax.compilation import compile_side_by_side
 from lpes_jax.errors import UserError
 from lpes_jax.memory import out_of_memory, pass_bytes, planned_memory, tokens_of_a_compilation, tokens_that_fit, tokens_worth_it
 from lpes_jax.mesh import BY_POPULATION, EVERYWHERE, least, make_mesh, mesh_of, over_population, put, put_model, to_host
@@ -334,11 +333,9 @@ class Scorer:
     def _run(self, program: Any, calls: Sequence[tuple[Any, ...]]) -> list[tuple[Array, Array]]:
         """What the calls give."""
         new = {shapes: call for call in calls if (shapes := _shapes(call)) not in self._shapes}
-        if len(new) > 1 and _compiles_side_by_side():
-            lowered = [program.lower(*call) for call in new.values()]
-            with ThreadPoolExecutor(min(len(lowered), os.cpu_count() or 1)) as pool:
-                list(pool.map(lambda it: it.compile(), lowered))  # the calls below find them
         self._shapes |= new.keys()
+        if len(new) > 1 and _compiles_side_by_side():
+            compile_side_by_side([program.lower(*call) for call in new.values()])
         return [program(*call) for call in calls]
 
     def of_method(self, method: Method, on_prompts: Callable[[int], None] = lambda count: None) -> Scores:

@@ -251,6 +251,7 @@ import jax, jax.numpy as jnp, numpy as np
 import lpes_jax as lj
 import test_gradient as t
 from lpes_jax.mesh import make_mesh, put_model
+from lpes_jax.search import gradient
 
 model, prompts = lj.load_model(sys.argv[1], "float32"), t.haystacks([3, 4, 3])
 trees = t.shared_trees(prompts, model.config, 4)
@@ -267,17 +268,25 @@ def looks(mesh):
     pieces = put_model(model, mesh), train, train, parameters, apply, project
     return t.looks_of(pieces, sizes, penalty=lambda p: jnp.square(p["y"] - 1).mean())[0]
 
-for one, eight in zip(looks(make_mesh(devices=jax.devices()[:1])), looks(make_mesh()), strict=True):
-    assert len(eight.parameters["y"].devices()) == 1 and jax.device_count() == 8
-    np.testing.assert_allclose(eight.parameters["y"], one.parameters["y"], atol=1e-5)
-    np.testing.assert_allclose([*eight[1:3], *eight[3], *eight[4], eight.text_loss],
-                               [*one[1:3], *one[3], *one[4], one.text_loss], rtol=1e-4)
+shardy, look = [], gradient._look
+gradient._look = lambda *inputs: shardy.append(jax.config.jax_use_shardy_partitioner) or look(*inputs)
+alone = looks(make_mesh(devices=jax.devices()[:1]))
+for as_on_gpus, mesh in ((False, make_mesh()), (True, make_mesh()), (True, make_mesh(2))):
+    jax.clear_caches()
+    gradient._shardy_crashes = lambda: as_on_gpus
+    for one, several in zip(alone, looks(mesh), strict=True):
+        assert len(several.parameters["y"].devices()) == 1 and jax.device_count() == 8
+        np.testing.assert_allclose(several.parameters["y"], one.parameters["y"], atol=1e-5)
+        np.testing.assert_allclose([*several[1:3], *several[3], *several[4], several.text_loss],
+                                   [*one[1:3], *one[3], *one[4], one.text_loss], rtol=1e-4)
+    assert jax.config.jax_use_shardy_partitioner
+assert shardy == [True] * 4 + [False] * 4, shardy
 assert float(jnp.abs(one.parameters["y"] - 1).min()) > 1e-3
 print("same")
 """
 
 
-def test_eight_devices_descend_as_one(model_folder):
+def test_eight_devices_descend_as_one_by_either_partitioner(model_folder):
     paths = f"{Path(__file__).parents[2]}{os.pathsep}{Path(__file__).parent}"
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
     flags["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # compiles faster
