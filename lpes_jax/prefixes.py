@@ -4,7 +4,7 @@ Which rows share is found from their token ids alone: queries of one haystack, a
 question, documents up to the one that moves, a few-shot header. Rows in the order of their ids stand beside those that they
 share most with; `groups` cuts this order where a model of the cost says so. Sharing saves tokens, and costs attention between
 branches that is computed and masked away; where it gains little, all rows stay alone. `batches` pads trees to few shapes by the
-same model, and says what that costs: of several ways to group the rows the cheapest is theirs who call.
+same model and says what that costs, so that the cheapest of several groupings can be taken.
 
 Letters: B rows or trees, T tokens, A answer tokens, R rows of a tree, M tokens of a tree that predict an answer token.
 """

@@ -313,10 +313,8 @@ def test_batches_hold_every_tree_once_within_the_room_and_pad_less_than_one_shap
         width = shape.prefix + shape.branches
         [size] = {len(batch) for batch in cut}  # a program a shape
         assert size % places == 0 and size <= places * min(most or size, max(1, room // width))
-        for tree in (
-            tree for batch in cut for tree in batch
-        ):  # the root is padded, or what is cut from it fits before the rest
-            assert max(0, shape.prefix - tree.prefix) + len(tree.tokens) <= width
+        for batch in cut:  # roots are padded, or what is cut from them fits before the rest
+            assert all(max(0, shape.prefix - tree.prefix) + len(tree.tokens) <= width for tree in batch)
         assert all(any(tree.rows for tree in batch) for batch in cut)
     # It costs what it says, and no more than one shape for all.
     own = sum(costs.tree(tree.prefix, len(tree.tokens) - tree.prefix) for tree in trees) / costs.token

@@ -123,7 +123,8 @@ def masked_attention(
 
 
 def _masked(q: Array, k: Array, v: Array, at: Array, ends: Array, positions: Array, window: int | None) -> Array:
-    # One GPU: on two XLA crashed in Shardy's pass, with this kernel as with the blocks (jax 0.11.2, H200); GSPMD is untried.
+    # One GPU: on two XLA crashed in Shardy's pass, with this kernel as with the blocks (jax 0.11.2, H200). GSPMD compiles the
+    # kernel for two ahead of time; it was not run so.
     if window is None and q.shape[1] >= _BLOCK and runs_on_cudnn(q.shape[-1], q.dtype) and jax.device_count() == 1:
         return one_kernel(q, k, v, at, ends)
     return blocked_masked_attention(q, k, v, at, ends, positions, window)
