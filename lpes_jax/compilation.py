@@ -33,6 +33,11 @@ SETTINGS = {
     "jax_compilation_cache_max_size": (-1, 2 * 2**30),
     "jax_persistent_cache_min_compile_time_secs": (1.0, 0.2),
 }
+# For `jax.jit(compiler_options=...)` of programs that are mostly large products: XLA writes Triton kernels for these and times
+# them against cuBLAS's whenever it compiles one, half of its seconds, and they were no faster (one H200, 7B shape, SmolLM2).
+# What XLA_FLAGS say of it stands.
+_TRITON = "xla_gpu_enable_triton_gemm"
+LARGE_PRODUCTS = {} if _TRITON in os.environ.get("XLA_FLAGS", "") else {_TRITON: False}
 _COMPILE = "/jax/core/compile/backend_compile_duration"  # also where a program is found in the cache, then behind a hit
 _HIT = "/jax/compilation_cache/cache_hits"
 

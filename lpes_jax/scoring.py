@@ -27,7 +27,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from lpes_jax.compilation import compile_side_by_side
+from lpes_jax.compilation import LARGE_PRODUCTS, compile_side_by_side
 from lpes_jax.errors import UserError
 from lpes_jax.memory import out_of_memory, pass_bytes, planned_memory, tokens_of_a_compilation, tokens_that_fit, tokens_worth_it
 from lpes_jax.mesh import BY_POPULATION, EVERYWHERE, least, make_mesh, mesh_of, over_population, put, put_model, to_host
@@ -121,7 +121,7 @@ def population_scores(
     return jax.vmap(individual)(factors)
 
 
-@partial(jax.jit, static_argnames=("granularity", "mesh", "by_trees"))
+@partial(jax.jit, static_argnames=("granularity", "mesh", "by_trees"), compiler_options=LARGE_PRODUCTS)
 def _sharded_scores(
     model: Llama,
     batch: SharedBatch,
@@ -143,7 +143,7 @@ def _sharded_scores(
     return over_population(score, mesh, specs, out)(model, batch, factors, table)
 
 
-@partial(jax.jit, static_argnames="mesh")
+@partial(jax.jit, static_argnames="mesh", compiler_options=LARGE_PRODUCTS)
 def _method_scores(
     model: Llama, batch: Batch | SharedBatch, method: Method, mesh: Mesh
 ) -> tuple[Bool[Array, "rows"], Float[Array, "rows"]]:
