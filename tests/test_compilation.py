@@ -103,3 +103,14 @@ def test_commands_keep_programs_and_an_import_does_not(tmp_path):
     )
     assert done.stdout == "[]\n" and "--limit must be at least 1" in done.stderr
     assert (tmp_path / "compiled").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"), [("", {"xla_gpu_enable_triton_gemm": False}), ("--xla_gpu_enable_triton_gemm=true", {})]
+)
+def test_what_xla_flags_say_of_large_products_stands(flags, wanted):
+    code = "import jax, lpes_jax.compilation as it; jax.devices(); print(it.LARGE_PRODUCTS)"  # XLA ends at an unknown flag
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"XLA_FLAGS": flags}, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == f"{wanted}\n", done.stderr
