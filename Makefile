@@ -1,7 +1,7 @@
 # make demo, make test: each makes .venv, installs, and runs. PYTHON: any Python from 3.11 on.
 PYTHON ?= python3
 EXTRAS ?= test,parity
-# The tests start hundreds of processes; without .pyc files each would compile JAX and transformers anew, for seconds.
+# The tests start many processes; without .pyc files each would compile what it imports of transformers anew, for seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test clean

@@ -34,7 +34,7 @@ SETTINGS = {
     "jax_persistent_cache_min_compile_time_secs": (1.0, 0.2),
 }
 # For `jax.jit(compiler_options=...)` of programs that are mostly large products: XLA writes Triton kernels for these and times
-# them against cuBLAS's whenever it compiles one, half of its seconds, and they were no faster (one H200, 7B shape, SmolLM2).
+# them against cuBLAS's whenever it compiles one, up to half of its seconds, and they were no faster (H200s, 7B shape, SmolLM2).
 # What XLA_FLAGS say of it stands.
 _TRITON = "xla_gpu_enable_triton_gemm"
 LARGE_PRODUCTS = {} if _TRITON in os.environ.get("XLA_FLAGS", "") else {_TRITON: False}

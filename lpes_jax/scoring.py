@@ -96,7 +96,7 @@ def _shapes(call: tuple[Any, ...]) -> Hashable:
 
 
 def _compiles_side_by_side() -> bool:
-    """For a GPU: six programs of a 7B shape took 16 s so, on 16 cores; one alone takes 4. For a CPU it made no difference."""
+    """For a GPU: six programs of a 7B shape took 16 s so, on 16 cores. For a CPU it made no difference."""
     return jax.default_backend() != "cpu" and jax.process_count() == 1
 
 
