@@ -126,7 +126,7 @@ def _report(
         layers=tuple(result.factors.curve["layers"]) if result.factors.curve else None,
     )
     out, tables, pictures = console(), [], {}
-    for what, report, methods in zip(titles, result.reports, figures, strict=True):
+    for number, (what, report, methods) in enumerate(zip(titles, result.reports, figures, strict=True), 1):
         positions = [position for _, position in report.places]
         title = f"{model}, {what}, {len(report.outcomes[0].main)} held-out questions"
         drawn = [outcome for outcome in report.outcomes if outcome.candidate.name != PLAIN]
@@ -138,6 +138,7 @@ def _report(
             for outcome in drawn
         }
         name = "positions" if len(titles) == 1 else f"positions_{file_stem(what)}"
+        name = f"positions_{number}_{file_stem(what)[:60]}" if report.title else name  # titles may be long, and nearly alike
         pictures[f"Accuracy by position: {what}"] = u_curve(folder / name, positions, curves, title)[1]
         tables += [f"{what}\n"] if len(titles) > 1 or report.title else []
         for metric in report.outcomes[0].scores if report.title else [None]:

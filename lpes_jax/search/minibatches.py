@@ -48,7 +48,7 @@ class Examples:
     def is_prompt(self) -> Bool[Array, "B P"]:
         return self.batch.is_answer.any(axis=2).reshape(self.is_row.shape).any(axis=2)
 
-    def trees_a_step(self, minibatch_size: float) -> int:
+    def trees_a_step(self, minibatch_size: int | float) -> int:
         """How many trees have about so many prompts; at least one, and at most all."""
         trees = len(self.weights)
         return min(trees, max(1, round(minibatch_size * trees / int(self.is_prompt.sum()))))
