@@ -394,12 +394,12 @@ def figures_of(outcomes: Sequence[Outcome], places: Sequence[tuple[int, int]]) -
     return methods
 
 
-def write_samples(path: Path, outcomes: Sequence[Outcome]) -> None:
-    """`samples.jsonl`: one line a candidate and prompt. The same run writes the same bytes."""
+def write_samples(path: Path, outcomes: Sequence[Outcome], tasks: Sequence[str] = ()) -> None:
+    """`samples.jsonl`: one line a candidate and prompt. The same run writes the same bytes. `tasks`: each outcome's."""
     with path.with_name(path.name + ".part").open("w", encoding="utf-8") as file:
-        for outcome in outcomes:
+        for number, outcome in enumerate(outcomes):
             for at, prompt in enumerate(outcome.prompts):
-                sample: dict[str, Any] = {
+                sample: dict[str, Any] = ({"task": tasks[number]} if tasks else {}) | {
                     "method": outcome.candidate.name,
                     "example": prompt.example,
                     "position": prompt.position,

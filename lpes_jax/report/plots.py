@@ -124,14 +124,16 @@ def factors_by_layer(
     return save(figure, stem)
 
 
-def search_history(stem: Path, records: Sequence[Mapping[str, Any]], title: str) -> tuple[Path, Path]:
+def search_history(
+    stem: Path, records: Sequence[Mapping[str, Any]], title: str, tasks: Sequence[str] = ()
+) -> tuple[Path, Path]:
     """The way of a search, from the lines of its history: the fitness of all individuals by generation, or losses by step.
 
-    Individuals without a finite fitness are crosses at the bottom.
+    Individuals without a finite fitness are crosses at the bottom. `tasks`: names of a mixture's, whose losses are per token.
     """
     figure = Figure(figsize=(7.2, 4.4), dpi=200, layout="constrained")
     if "step" in records[0]:
-        _losses(figure, records)
+        _losses(figure, records, tasks)
     else:
         _fitness(figure.add_subplot(), records)
     figure.axes[0].set_title(title, loc="left", fontweight="bold")
@@ -160,13 +162,13 @@ def _fitness(axes: Axes, records: Sequence[Mapping[str, Any]]) -> None:
     plain(axes)
 
 
-def _losses(figure: Figure, records: Sequence[Mapping[str, Any]]) -> None:
+def _losses(figure: Figure, records: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
     """The whole objective, and below it, on scales of their own, what it is made of, where that is more than one loss."""
     step = [record["step"] for record in records]
     train = _column(record["train_loss"] for record in records)
     objective, text = -_column(record["fitness"] for record in records), _column(record["text_loss"] for record in records)
     tasks, has_text = np.array([record["task_losses"] for record in records], float), bool(np.isfinite(text).any())
-    with_tasks = has_text or tasks.shape[1] > 1
+    with_tasks = has_text or tasks.shape[1] > 1 or bool(names)
     figure.set_size_inches(7.2, 4.4 + 1.5 * (with_tasks + has_text))
     panels: list[Axes] = list(figure.subplots(1 + with_tasks + has_text, sharex=True, squeeze=False)[:, 0])
     panels[0].plot(step, train, "s--", color=BASELINE, markersize=4, linewidth=1.2, label="objective, minibatches")
@@ -175,8 +177,9 @@ def _losses(figure: Figure, records: Sequence[Mapping[str, Any]]) -> None:
     if with_tasks:
         for at, losses in enumerate(tasks.T):
             name = f"answers, task {at + 1}, held back" if tasks.shape[1] > 1 else "answers, held back"
+            name = f"{names[at]}, held back" if names else name
             panels[1].plot(step, losses, f"{'vDPX'[at % 4]}-", color=OTHERS[at % 3], markersize=4, linewidth=1.2, label=name)
-        panels[1].set(ylabel="nats a prompt")
+        panels[1].set(ylabel="nats a token" if names else "nats a prompt")
     if has_text:
         panels[2].plot(step, text, "^-", color=OTHERS[3], markersize=4, label="plain text, held back")
         panels[2].set(ylabel="nats a token")

@@ -72,6 +72,18 @@ def differences(methods: Mapping[str, Mapping[str, Any]]) -> str:
     return f"{_markdown(lines)}\n\n{note}"
 
 
+def by_task(tasks: Mapping[str, Mapping[str, float]]) -> str:
+    """How a search did on each task of a mixture, on the questions that it chose by, in GitHub's markdown."""
+    has_loss = all("loss" in it for it in tasks.values())
+    lines = [["task", "accuracy", "as it was"], ["---", "---:", "---:"]]
+    if has_loss:
+        lines = [[*lines[0], "loss (nats a token)", "as it was"], [*lines[1], "---:", "---:"]]
+    for title, it in tasks.items():
+        line = [title, f"{100 * it['accuracy']:.1f}", f"{100 * it['accuracy_at_start']:.1f}"]
+        lines.append(line + ([f"{it['loss']:.3f}", f"{it['loss_at_start']:.3f}"] if has_loss else []))
+    return _markdown(lines)
+
+
 def _difference(it: Mapping[str, Any]) -> str:
     low, high = it["interval"]
     return f"{100 * it['difference']:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"

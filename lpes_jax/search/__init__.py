@@ -20,12 +20,13 @@ from lpes_jax.models.llama.chat import make_chat
 from lpes_jax.provenance import check_deterministic
 from lpes_jax.report.html import write_page
 from lpes_jax.report.plots import factors_by_layer, search_history, u_curve
-from lpes_jax.report.tables import console, differences, markdown, position_table
+from lpes_jax.report.tables import by_task, console, differences, markdown, position_table
 from lpes_jax.search.loop import SearchResult, search
+from lpes_jax.search.mixture import file_stem, mixture_of
 from lpes_jax.search.run_folder import RunFolder
 from lpes_jax.search.settings import SearchSettings, as_record, check, preset, preset_values
 from lpes_jax.tasks.chat import ChatTask
-from lpes_jax.tasks.flags import tasks_of, title_of
+from lpes_jax.tasks.flags import name_of, tasks_of, title_of
 
 __all__ = ["SearchResult", "SearchSettings", "preset", "run_search"]
 
@@ -43,10 +44,11 @@ def run_search(settings: SearchSettings, loaded: Loaded | None = None, measured:
     started = time.time()
     check(settings)
     check_deterministic(settings.deterministic)
-    if settings.task == "perplexity":
+    mixture = mixture_of(settings, settings.limit, settings.test_limit, max_new_tokens=settings.max_new_tokens)
+    if mixture is None and name_of(settings) == "perplexity":
         raise UserError("--task perplexity has no questions to search on; search on another task and evaluate on this one")
-    tasks = tasks_of(settings, max_new_tokens=settings.max_new_tokens)
-    titles = [title_of(settings, task) for task in tasks]
+    tasks = tasks_of(settings, max_new_tokens=settings.max_new_tokens) if mixture is None else mixture.tasks
+    titles = [title_of(settings, task) for task in tasks] if mixture is None else mixture.titles
     loaded = loaded or load(settings.model, settings.dtype, make_mesh(settings.model_axis))
     chat = make_chat(
         loaded.tokenizer,
@@ -56,29 +58,40 @@ def run_search(settings: SearchSettings, loaded: Loaded | None = None, measured:
     )
     if chat is not None:
         tasks = [ChatTask(task, chat.render) for task in tasks]
+        mixture = mixture and mixture.with_tasks(lambda task: ChatTask(task, chat.render))
     identity = loaded.identity | {"chat": chat and chat.record}
-    config = as_record(settings) | {"model_identity": identity}
+    of_mixture = mixture.record() if mixture else {}
+    config = as_record(settings) | {"model_identity": identity} | ({"mixture": of_mixture} if mixture else {})
 
     def finish(result: SearchResult, folder: RunFolder) -> SearchResult:
         records = [results_record(it.task, it.outcomes, it.places, config, started) for it in result.reports]
-        evaluation = records[0] if len(records) == 1 else _together(titles, records)
+        evaluation = records[0] if len(records) == 1 and mixture is None else _together(titles, records)
+        if mixture is not None:
+            evaluation["data_sha256"] = {title: it["data_sha256"] for title, it in of_mixture.items() if "data" in it}
+            evaluation["prompts_sha256"] = {title: it["prompts_sha256"] for title, it in zip(titles, records, strict=True)}
         evaluation |= {"selection": result.selection}
         result = replace(result, factors=replace(result.factors, evaluation=evaluation["methods"]))
         result.factors.save(folder.path / "factors.json")
         outcomes = [outcome for report in result.reports for outcome in report.outcomes]
-        write_samples(folder.path / "samples.jsonl", outcomes)
+        of_outcomes = [report.title for report in result.reports for _ in report.outcomes] if mixture else []
+        write_samples(folder.path / "samples.jsonl", outcomes, of_outcomes)
         name = loaded.identity["name"]
         text, pictures = _report(result, settings, folder.path, titles, name, [it["methods"] for it in records])
         history = [json.loads(line) for line in folder.history_path.read_text(encoding="utf-8").splitlines()]
-        pictures["All individuals"] = search_history(folder.path / "history", history, f"{name}: {settings.algorithm}")[1]
+        named = titles if mixture else []
+        pictures["All individuals"] = search_history(folder.path / "history", history, f"{name}: {settings.algorithm}", named)[
+            1
+        ]
         head = f"Search: {name}, {', '.join(titles)}"
-        given = preset_values(getattr(settings, "preset", "default"), settings.algorithm)
+        from_file = settings.mixture is not None
+        given = preset_values(getattr(settings, "preset", "default"), settings.algorithm, mixture=from_file)
         write_page(folder.path, "search", head, settings, evaluation, text, pictures, result.factors.search, given)
         folder.settle()
         write_json(folder.path / "results.json", evaluation)  # last: where it is, all is
         return result
 
-    result = search(settings, loaded.model, loaded.tokenizer, tasks, identity, loaded.stop_ids, finish, measured)
+    asked = tasks if mixture is None else mixture
+    result = search(settings, loaded.model, loaded.tokenizer, asked, identity, loaded.stop_ids, finish, measured)
     if not result.reports:
         console().print(f"the run in {settings.output_path} is complete, nothing was done", highlight=False, soft_wrap=True)
     return result
@@ -124,12 +137,19 @@ def _report(
             )
             for outcome in drawn
         }
-        name = "positions" if len(titles) == 1 else f"positions_{what.replace(' ', '_').replace('-', '_')}"
+        name = "positions" if len(titles) == 1 else f"positions_{file_stem(what)}"
         pictures[f"Accuracy by position: {what}"] = u_curve(folder / name, positions, curves, title)[1]
-        table_rows = rows(report.outcomes)
-        tables += [f"{what}\n"] if len(titles) > 1 else []
-        tables += [f"{markdown(table_rows, positions)}\n", f"{differences(methods)}\n"]
-        out.print(position_table(table_rows, positions, title))
+        tables += [f"{what}\n"] if len(titles) > 1 or report.title else []
+        for metric in report.outcomes[0].scores if report.title else [None]:
+            table_rows = rows(report.outcomes, metric)
+            tables += [f"{metric}\n"] if report.title else []
+            tables.append(f"{markdown(table_rows, positions)}\n")
+            out.print(position_table(table_rows, positions, f"{title}{f': {metric}' if report.title else ''}"))
+        tables.append(f"{differences(methods)}\n")
+    if "tasks" in result.selection:
+        searched = by_task(result.selection["tasks"])
+        tables += ["The search's own questions, as the model is and with the found factors\n", f"{searched}\n"]
+        out.print(searched, highlight=False)
     tables.append(f"{_winners_curse(result.selection)}\n")
     text = "\n".join(tables)
     (folder / "results.md").write_text(text, encoding="utf-8")

@@ -18,7 +18,10 @@ from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.rope import Granularity
 from lpes_jax.search.genetic_settings import GeneticSettings
 from lpes_jax.search.gradient import GradientSettings
+from lpes_jax.search.mixture import is_mixture
+from lpes_jax.search.plain_text import DEFAULT_WINDOW
 from lpes_jax.search.space import Space
+from lpes_jax.tasks.flags import SETTINGS as TASK_SETTINGS
 from lpes_jax.tasks.flags import TaskFlags
 from lpes_jax.tasks.prompts import Overlength
 
@@ -98,13 +101,13 @@ class SearchSettings(TaskFlags):
     system_prompt: str | None = None
     """The chat's system prompt, instead of the template's or form's own."""
     limit: int = 200
-    """Search examples (of each length); each is scored at every search position."""
+    """Search examples (of each task and length); each is scored at every search position."""
     test_limit: int = 500
-    """Held-out examples (of each length) that the search reports on at its end."""
+    """Held-out examples (of each task and length) that the search reports on at its end."""
     positions: tuple[int, ...] = (0, 25, 50, 75, 100)
     """Positions of that report, in percent of the prompt."""
     metrics: tuple[str, ...] = ()
-    """Metrics of that report (default: prefix for kv, else the task's own)."""
+    """Metrics of that report (default: prefix for kv, else the task's own; in a mixture each task takes those that it has)."""
     max_new_tokens: int | None = None
     """Tokens to generate where something is (default: the task's)."""
     overlength: Overlength = "error"
@@ -183,7 +186,7 @@ class SearchSettings(TaskFlags):
     weights_in: Literal["loss", "sampling"] = "loss"
     """gradient: --weights weigh the positions' losses, or are how often prompts of a position are drawn."""
     minibatch_size: int = 24
-    """gradient: prompts a step (of each length)."""
+    """gradient: prompts a step (of each task and length)."""
     validation_share: float = 0.25
     """gradient: share of the search examples that the best step is chosen on."""
     look_every: int = 10
@@ -199,13 +202,16 @@ class SearchSettings(TaskFlags):
     text: Path | None = None
     """gradient: plain text that must not become less likely (where it is wanted and not given: text that the model writes)."""
     text_weight: float = 0.0
-    """gradient: weight of the plain text's loss in nats a token, beside the answers' in nats an answer."""
+    """gradient: weight of the plain text's loss in nats a token, beside the answers' in nats an answer (of a mixture: in nats a
+    token, times the mean tokens of an answer)."""
     text_minibatch: int = 4
     """gradient: windows of text a step."""
-    text_window: int = 512
-    """gradient: tokens of a window of text."""
+    text_window: int | tuple[int, ...] = DEFAULT_WINDOW
+    """gradient: tokens of a window of text, up to the model's window; several (512 2048 8192): windows of all these lengths,
+    whose losses count alike, and which share the tokens that --text-minibatch windows of the longest have."""
     max_text_loss_rise: float | None = None
-    """gradient: refuse steps whose loss on held-back plain text lies further above the start's."""
+    """gradient: refuse steps whose loss on held-back plain text lies further above the start's; with several --text-window,
+    in any quarter of the longest."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on a GPU, float32 on a CPU."""
@@ -223,14 +229,19 @@ class SearchSettings(TaskFlags):
 
 def preset(name: str, **changes: Any) -> SearchSettings:
     """The settings of a preset (`paper`, `default`, `quick`), with changes. Raises UserError for a name that is none."""
-    return SearchSettings(**preset_values(name, changes.get("algorithm", "ga")) | changes)
+    mixture = changes.get("mixture") is not None
+    return SearchSettings(**preset_values(name, changes.get("algorithm", "ga"), mixture=mixture) | changes)
 
 
-def preset_values(name: str, algorithm: str) -> dict[str, Any]:
-    """What a preset sets, with an algorithm. Raises UserError for a name that is none."""
+def preset_values(name: str, algorithm: str, *, mixture: bool = False) -> dict[str, Any]:
+    """What a preset sets, with an algorithm, and beside a `--mixture` nothing of tasks.
+
+    Raises UserError for a name that is none.
+    """
     if name not in PRESETS:
         raise UserError(f"--preset {name!r} is not known; the presets are: {', '.join(PRESETS)}")
-    return PRESETS[name] | (APPENDIX_C if (name, algorithm) == ("paper", "gradient") else {})
+    values = PRESETS[name] | (APPENDIX_C if (name, algorithm) == ("paper", "gradient") else {})
+    return {key: value for key, value in values.items() if not (mixture and key in TASK_SETTINGS)}
 
 
 def check(settings: SearchSettings) -> None:
@@ -261,6 +272,12 @@ def check(settings: SearchSettings) -> None:
         raise UserError(f"--algorithm {settings.algorithm!r} is not known; did you mean {', '.join(close)}?")
     if settings.race and settings.algorithm == "gradient":
         raise UserError("--race drops individuals, which --algorithm gradient has none of; leave it out")
+    if is_mixture(settings):
+        several = "--mixture" if settings.mixture is not None else f"--task {' '.join(settings.task)}"
+        if settings.race:
+            raise UserError(f"{several}: --race compares questions of one task; leave it out")
+        if settings.fitness == "metric":
+            raise UserError(f"{several}: --fitness metric is of one task; use accuracy or log_likelihood")
     if settings.race and settings.fitness == "metric":
         raise UserError("--race: --fitness metric has individuals one by one generate text on all questions; leave --race out")
     if settings.max_evaluations is not None and settings.algorithm == "gradient":

@@ -35,7 +35,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from lpes_jax.errors import UserError
 from lpes_jax.tasks.data import content_id, json_rows, need_file, split_of, take
-from lpes_jax.tasks.metrics import FirstLine, best_subspan_em, contains, normalise
+from lpes_jax.tasks.metrics import FirstLine, best_subspan_em, contains, f1, first_line, normalise
 from lpes_jax.tasks.prompts import Generation, Prompt, Split
 from lpes_jax.tasks.prompts import position as position_of
 
@@ -148,7 +148,7 @@ class MultiDocumentQA(Generation):
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        return ("best_subspan_em", "best_subspan_em_bounded", "best_subspan_em_original")
+        return ("best_subspan_em", "best_subspan_em_bounded", "best_subspan_em_original", "f1")
 
     def examples(self, split: Split, count: int | None, seed: int) -> list[Any]:
         """The first `count` questions of the split in the file's order; `seed` draws or shuffles distractors, no more.
@@ -200,7 +200,10 @@ class MultiDocumentQA(Generation):
         )
 
     def score(self, output: str, prompt: Prompt) -> dict[str, float]:
-        """Substring of the first line by these settings, the same at word ends only, and lost-in-the-middle's own."""
+        """Substring of the first line by these settings, the same at word ends only, lost-in-the-middle's own, and SQuAD's F1.
+
+        F1 is of the first line as well, by the best gold; it falls where an answer says more than is asked.
+        """
         golds, own = prompt.references, {"rule": self.first_line, "empty_golds_match": self.empty_golds_match}
         original = best_subspan_em(output, golds, rule="original", empty_golds_match=True)
         return {
@@ -209,6 +212,7 @@ class MultiDocumentQA(Generation):
                 best_subspan_em(output, golds, **own, unicode=self.unicode_normalise, bounded=True)
             ),
             "best_subspan_em_original": float(original),
+            "f1": f1(first_line(output, self.first_line), golds, unicode=self.unicode_normalise),
         }
 
     def _read(self, path: Path) -> list[Example]:

@@ -72,9 +72,9 @@ def contains(text: str, part: str, bounded: bool = False) -> bool:
     return f" {part} " in f" {text} " if bounded else part in text
 
 
-def f1(output: str, golds: Iterable[str]) -> float:
-    """SQuAD's: harmonic mean of precision and recall over normalised words."""
-    return max(_f1(normalise(output).split(), normalise(gold).split()) for gold in golds)
+def f1(output: str, golds: Iterable[str], *, unicode: bool = False) -> float:
+    """SQuAD's: harmonic mean of precision and recall over normalised words, of the best gold. `unicode`: as `normalise`."""
+    return max(_f1(normalise(output, unicode).split(), normalise(gold, unicode).split()) for gold in golds)
 
 
 def _f1(said: list[str], gold: list[str]) -> float:
