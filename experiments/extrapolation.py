@@ -107,7 +107,7 @@ def windows_of(text: str, tokenizer: Any, length: int, limit: int) -> list[Windo
 
 def candidates_of(found: LayerFactors, stretch: int, dynamic_factor: float) -> list[Candidate]:
     """The rows of the table."""
-    mean = LayerFactors.uniform(float(np.mean(found.factors)), found.num_layers)
+    mean = LayerFactors.uniform(found.mean, found.num_layers)
     return [
         Candidate(BASELINE),
         Candidate("PI", method=position_interpolation(float(stretch))),
@@ -160,7 +160,7 @@ def main(s: Settings) -> None:
     loaded: Loaded | None = None
     left_out = {"output_path", "data_folder", "texts", "stretch", "part", "batch_size", "factors"}
     shared = {name: value for name, value in asdict(s).items() if name not in left_out}
-    shared["factors"] = content_id(found.granularity, found.factors.tolist())
+    shared["factors"] = content_id(*found.content)
     records = {}
     for number, ((name, stretch), path) in enumerate(cells.items()):
         used = shared | {"stretch": stretch, "text": content_id(texts[name])}

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
@@ -20,15 +19,21 @@ def logits(
     tokens: Int[Array, "B T"],
     factors: LayerFactors | Float[Array, "L *finer"] | None = None,
     granularity: Granularity = "layer",
+    gains: Float[Array, "L *finer"] | None = None,
+    gains_granularity: Granularity = "layer",
 ) -> Float[Array, "B T V"]:
     """float32 logits at every position; rows may be padded on the right.
 
-    `factors` is a `LayerFactors`, or an array of `granularity` (`lpes_jax.scale_layers`), in which the logits are
-    differentiable; None leaves the model as it is, and so do factors of 1, bit for bit. Of use in a jitted training step of
+    `factors` is a `LayerFactors`, with its own gains, or an array of `granularity` (`lpes_jax.scale_layers`) beside an array of
+    `gains`, in both of which the logits are differentiable; None leaves the model as it is, and so do factors and gains of 1,
+    bit for bit. Of use in a jitted training step of
     your own, with the model and the factors as its arguments. RoPE of the types `dynamic` and `longrope` goes by T (see
     `lpes_jax.rope`). Raises UserError for LayerFactors that do not fit the model.
     """
-    return _logits(model, tokens, _table(model, tokens.shape[1], factors, granularity))
+    if isinstance(factors, LayerFactors):
+        factors.for_model(model.config.num_layers, model.config.num_kv_heads, model.config.rotary_dim)
+    table = model.config.rope_table(tokens.shape[1], factors, granularity, gains, gains_granularity)
+    return _logits(model, tokens, table)
 
 
 def generate(
@@ -48,8 +53,7 @@ def generate(
     ids = generate_ids(
         model,
         token_ids(tokenizer, list(prompts)),
-        factors=None if layer_factors is None else layer_factors.factors,
-        granularity="layer" if layer_factors is None else layer_factors.granularity,
+        factors=layer_factors,
         max_new_tokens=max_new_tokens,
         stop=[] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id],
     )
@@ -59,13 +63,3 @@ def generate(
 @jax.jit
 def _logits(model: Llama, tokens: Int[Array, "B T"], table: RopeTable) -> Float[Array, "B T V"]:
     return output_logits(model, hidden_states(model, tokens, table))
-
-
-def _table(
-    model: Llama, length: int, factors: LayerFactors | Float[Array, "L *finer"] | None, granularity: Granularity
-) -> RopeTable:
-    config = model.config
-    if isinstance(factors, LayerFactors):
-        factors.for_model(config.num_layers, config.num_kv_heads, config.rotary_dim)
-        return config.rope_table(length, jnp.asarray(factors.factors, jnp.float32), factors.granularity)
-    return config.rope_table(length, factors, granularity)

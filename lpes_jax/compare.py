@@ -18,7 +18,6 @@ A comparison that was cut off goes on with --resume: methods that were tuned and
 trained and positional channels are looked for once more; where these come out otherwise, that method is tuned anew.)
 """
 
-import hashlib
 import math
 import statistics
 import sys
@@ -240,7 +239,7 @@ def _config(settings: CompareSettings, loaded: Loaded, found: LayerFactors | Non
     files = {name: it for name in ("data", "router", "text") if (it := getattr(settings, name)) is not None}
     contents = {name: content_sha256(path, f"--{name} ") for name, path in files.items()}
     if found is not None:
-        contents["factors"] = hashlib.sha256(found.factors.tobytes()).hexdigest()
+        contents["factors"] = found.sha256
     asked = {name: it for name, it in _as_record(settings).items() if name not in ("output_path", "batch_size")}
     return {"model": loaded.identity, "settings": asked, "sha256": contents, "environment": environment()}
 

@@ -197,8 +197,7 @@ def _key(candidate: Candidate, num_layers: int) -> Any:
     """What decides a candidate's outcome on given prompts."""
     if candidate.method is not None:
         return candidate.method
-    factors = candidate.factors or LayerFactors.uniform(1.0, num_layers)
-    return factors.granularity, factors.factors.shape, factors.factors.tobytes()
+    return (candidate.factors or LayerFactors.uniform(1.0, num_layers)).key
 
 
 @dataclass(frozen=True)
@@ -274,7 +273,13 @@ class _Measure:
         self, scorer: Scorer | OptionScorer, candidate: Candidate, factors: LayerFactors, on_prompts: Report
     ) -> tuple[Bool[np.ndarray, "N"], Float[np.ndarray, "N"]]:
         if candidate.method is None:
-            correct, log_likelihood = scorer(factors.factors[None], factors.granularity, on_prompts)
+            correct, log_likelihood = scorer(
+                factors.factors[None],
+                factors.granularity,
+                on_prompts,
+                gains=None if factors.gains is None else factors.gains[None],
+                gains_granularity=factors.gains_granularity or "layer",
+            )
         else:
             method = candidate.method(self.model.config, scorer.longest)
             correct, log_likelihood = scorer.of_method(method, on_prompts)
@@ -287,8 +292,7 @@ class _Measure:
         ids = generate_ids(
             self.model,
             [prompt.ids for prompt in encoded],
-            factors=factors.factors,
-            granularity=factors.granularity,
+            factors=factors,
             make_method=None if outcome.candidate.method is None else partial(outcome.candidate.method, self.model.config),
             max_new_tokens=self.new_tokens,
             stop=self.stop_ids,

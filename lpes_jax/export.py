@@ -146,7 +146,7 @@ def _write_config(folder: Path, factors: LayerFactors, more: dict[str, Any]) -> 
         if partial := rope.pop("partial_rotary_factor", None):
             config["partial_rotary_factor"] = partial
         config["rope_scaling"] = None if rope.get("rope_type", "default") == "default" else rope
-    config["lpes_factors"] = {"format": FORMAT, "granularity": factors.granularity, "factors": factors.factors.tolist()}
+    config["lpes_factors"] = {"format": FORMAT, **factors.numbers}
     write_json(folder / "config.json", config)
 
 
@@ -156,7 +156,7 @@ def _recorded(model: Llama, tokenizer: Any, factors: LayerFactors) -> dict[str, 
     window = min(config.rope.original_max_position_embeddings or config.max_position_embeddings, config.max_position_embeddings)
     ids = token_ids(tokenizer, [_TEXT])[0][: window - _NEW]
     best, best_ids = jax.lax.top_k(logits(model, jnp.array([ids], jnp.int32), factors)[0], min(_BEST, config.vocab_size))
-    new = generate_ids(model, [ids], factors=factors.factors, granularity=factors.granularity, max_new_tokens=_NEW)[0]
+    new = generate_ids(model, [ids], factors=factors, max_new_tokens=_NEW)[0]
     return {"text": _TEXT, "ids": ids, "best_ids": best_ids.tolist(), "best_logits": best.tolist(), "new_ids": new}
 
 

@@ -163,14 +163,13 @@ class LayerFactorsLM(TemplateLM):
         at_once = min(tokens_that_fit(self._model, width, min(width, _CHUNK)), tokens_worth_it(self._model, width)) // width
         size = self._batch_size or max(1, min(at_once, len(windows)))
         order = sorted(range(len(windows)), key=lambda at: len(windows[at]))
-        factors = jnp.asarray(self._factors.factors, jnp.float32)
         nlls: list[tuple[int, np.ndarray]] = []
         for start in range(0, len(order), size):
             of_batch = order[start : start + size]
             filled = of_batch + of_batch[:1] * (size - len(of_batch))  # as large as the others: one compilation
             longest = len(windows[of_batch[-1]])
             tokens, _ = padded([windows[at] for at in filled], round_up(longest))
-            table = self._model.config.rope_table(longest - 1, factors, self._factors.granularity)
+            table = self._model.config.rope_table(longest - 1, self._factors)
             values = np.asarray(token_nll(self._model, jnp.asarray(tokens), of_table(table), _CHUNK))
             nlls += zip(of_batch, values, strict=False)
             on_windows(len(of_batch))
@@ -204,8 +203,7 @@ class LayerFactorsLM(TemplateLM):
         ids = generate_ids(
             self._model,
             [(self.tok_encode(request.args[0]) or [self.prefix_token_id])[-room:] for request in requests],
-            factors=self._factors.factors,
-            granularity=self._factors.granularity,
+            factors=self._factors,
             max_new_tokens=new,
             stop=sorted({*self._loaded.stop_ids, *self._ids_with(until)}),
             keep_stop=True,
@@ -242,7 +240,7 @@ class LayerFactorsLM(TemplateLM):
             "model_num_parameters": sum(leaf.size for leaf in jax.tree.leaves(nnx.state(self._model))),
             "model_dtype": identity["dtype"],
             "model_sha": identity["sha256"],
-            "lpes_factors": {"granularity": self._factors.granularity, "factors": self._factors.factors.tolist()},
+            "lpes_factors": self._factors.numbers,
         }
 
 

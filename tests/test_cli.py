@@ -133,7 +133,7 @@ def mistakes(tmp_path: Path, model: Path) -> dict[str, tuple[tuple[object, ...],
         "nothing to resume": ((*search, "--resume"), "config.json"),
         "factors of another model": ((*evaluate, "--factors", wrong_layers), "7 layers"),
         "no factors file": ((*evaluate, "--factors", tmp_path / "no.json"), "no.json"),
-        "factors that are none": ((*evaluate, "--factors", model / "config.json"), "lpes-factors/1"),
+        "factors that are none": ((*evaluate, "--factors", model / "config.json"), "lpes-factors/2"),
         "too few new tokens": ((*evaluate, "--limit", 1, "--key-length", 4, "--max-new-tokens", 1), "--max-new-tokens"),
         "missing data": ((*evaluate, "--data", tmp_path / "no.jsonl"), "no.jsonl"),
     }

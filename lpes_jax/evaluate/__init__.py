@@ -1,6 +1,5 @@
 """Measure a model by the position of the fact: `run_evaluation(EvaluateSettings(...))`, or `python -m lpes_jax.evaluate`."""
 
-import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -145,7 +144,7 @@ def _check(settings: EvaluateSettings) -> None:
 def _check_processes(settings: EvaluateSettings, loaded: Loaded, factors: LayerFactors | None) -> None:
     """Raise UserError where several processes do not measure the same."""
     here = ("model", "data", "factors", "output_path")
-    sha256 = {"factors": None if factors is None else hashlib.sha256(factors.factors.tobytes()).hexdigest()}
+    sha256 = {"factors": None if factors is None else factors.sha256}
     sha256 |= {"data": content_sha256(Path(settings.data))} if settings.data else {}
     named = {name: value for name, value in asdict(settings).items() if name not in here}
     check_processes(
