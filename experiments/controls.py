@@ -34,7 +34,7 @@ import numpy as np
 from control_parameters import CONTROLS, START, Applied, Control
 from grid import GridFlags, in_part, markdown_table, run_script, show_p, write_tables
 from jaxtyping import Array, Float
-from transfer import TEXT, TargetFlags, compare, load_cell, measure, settings_record, show, targets_of
+from transfer import TargetFlags, compare, is_text, load_cell, measure, settings_record, show, targets_of
 
 from lpes_jax.errors import UserError
 from lpes_jax.evaluation import BASELINE, PLAIN, Candidate, environment, slots_of
@@ -86,7 +86,7 @@ class Settings(TargetFlags):
     max_factor: float = 2.0
     """Highest."""
     text_weight: float = 0.0
-    """Weight of plain text's loss in nats a token (of --text, or of text that the model writes) beside the answers'."""
+    """Weight of the loss of plain text (the first --text, or text that the model writes), in nats a token."""
     text_minibatch: int = 4
     """Windows of text a step."""
     seeds: tuple[int, ...] = (0,)
@@ -213,7 +213,7 @@ def reading(
     of this task": it did. "position repair": and so did a target that was not searched on, while none lost. Those are tested at
     0.05 / their number.
     """
-    unseen = [title for title in figures if title not in searched and title != TEXT]
+    unseen = [title for title in figures if title not in searched and not is_text(title)]
     sure = [title for title in unseen if figures[title]["p"] < LEVEL / len(unseen)]
     gained = [title for title in sure if figures[title]["difference"] > 0]
     lost = [title for title in sure if figures[title]["difference"] < 0]
@@ -263,7 +263,7 @@ def _data(s: Settings, loaded: Loaded, seed: int) -> tuple[Data, Data, int]:
         longest = max(longest, *(len(prompt.ids) + max(map(len, prompt.answers)) for prompt in encoded))
     if not s.text_weight:
         return Data(learnt_from), Data(held_back), longest
-    windows = jnp.asarray(text_windows(s.text, loaded.model, loaded.tokenizer, seed, s.text_window))
+    windows = jnp.asarray(text_windows(next(iter(s.text), None), loaded.model, loaded.tokenizer, seed, s.text_window[0]))
     border = len(windows) - math.ceil(s.validation_share * len(windows))
     if not border:
         raise UserError("--text is too short to hold a part back; give more of it")
@@ -293,7 +293,7 @@ def _report(
             rows.append([_label(name), str(parameters.get(name, 0)), *at, f"{100 * of_name[title].mean():.1f}", *against])
         parts.append(f"## {title}: accuracy by position\n\n{markdown_table(header, rows)}")
 
-    shown = [*(title for title in targets if title not in searched), *([TEXT] if TEXT in baseline else [])]
+    shown = [title for title in baseline if title not in searched]
     rows = [[_label(BASELINE), *(_level(baseline[title], title) for title in shown)]]
     for name in figures:
         changes = [show(figures[name][title], title)[2:] if title in figures[name] else ["-"] for title in shown]
@@ -313,7 +313,7 @@ def _report(
     parts.append(f"## Position repair or task tuning\n\n{_RULE}\n\n{markdown_table(header, rows)}")
     against = _against_controls(s, scores, list(baseline))
     if against:
-        header = ["", *(title for title in targets), *([TEXT] if TEXT in baseline else [])]
+        header = ["", *baseline]
         rows = [[name, *(", p ".join(show(of[title], title)[2:]) for title in header[1:])] for name, of in against.items()]
         parts.append(f"## Rotary factors less the best control with as many numbers\n\n{markdown_table(header, rows)}")
     summary = {
@@ -363,7 +363,7 @@ def _label(name: str) -> str:
 
 
 def _level(values: Float[np.ndarray, "Q S"], title: str) -> str:
-    return f"{values.mean():.4f}" if title == TEXT else f"{100 * values.mean():.1f}"
+    return f"{values.mean():.4f}" if is_text(title) else f"{100 * values.mean():.1f}"
 
 
 def _mean_scores(records: Sequence[Mapping[str, Any]]) -> dict[str, Float[np.ndarray, "Q S"]]:
