@@ -60,13 +60,14 @@ def run_search(settings: SearchSettings, loaded: Loaded | None = None, measured:
         tasks = [ChatTask(task, chat.render) for task in tasks]
         mixture = mixture and mixture.with_tasks(lambda task: ChatTask(task, chat.render))
     identity = loaded.identity | {"chat": chat and chat.record}
-    config = as_record(settings) | {"model_identity": identity} | ({"mixture": mixture.record()} if mixture else {})
+    of_mixture = mixture.record() if mixture else {}
+    config = as_record(settings) | {"model_identity": identity} | ({"mixture": of_mixture} if mixture else {})
 
     def finish(result: SearchResult, folder: RunFolder) -> SearchResult:
         records = [results_record(it.task, it.outcomes, it.places, config, started) for it in result.reports]
         evaluation = records[0] if len(records) == 1 and mixture is None else _together(titles, records)
         if mixture is not None:
-            evaluation["data_sha256"] = {title: it["data_sha256"] for title, it in config["mixture"].items() if "data" in it}
+            evaluation["data_sha256"] = {title: it["data_sha256"] for title, it in of_mixture.items() if "data" in it}
             evaluation["prompts_sha256"] = {title: it["prompts_sha256"] for title, it in zip(titles, records, strict=True)}
         evaluation |= {"selection": result.selection}
         result = replace(result, factors=replace(result.factors, evaluation=evaluation["methods"]))

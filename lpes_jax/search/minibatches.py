@@ -89,7 +89,9 @@ class Data:
     @property
     def texts(self) -> list[Int[Array, "_W _T"]]:
         """The windows of each length."""
-        return [] if self.text is None else list(self.text) if isinstance(self.text, list | tuple) else [self.text]
+        if self.text is None:
+            return []
+        return [self.text] if isinstance(self.text, Array) else list(self.text)
 
     @property
     def num_tasks(self) -> int:
