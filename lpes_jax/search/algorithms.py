@@ -282,13 +282,12 @@ class _Packs:
         tasks = len({task for task, _ in self.parts})
         if not self.groups and len(self.parts) == tasks:
             return Data(self.examples, text)
+        if not self.groups:
+            return Data(self.examples, text, tuple(Share(task, part, 1 / tasks) for task, part in self.parts))
         unit, shares = mean_tokens(self.groups), []
         for task, part in self.parts:
-            if self.groups:
-                group = self.groups[task]
-                shares.append(Share(task, part, group.share * unit, group.tokens))
-            else:
-                shares.append(Share(task, part, 1 / tasks))
+            group = self.groups[task]
+            shares.append(Share(task, part, group.share * unit, group.tokens))
         return Data(self.examples, text, tuple(shares))
 
 

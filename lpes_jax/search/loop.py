@@ -308,6 +308,11 @@ def _check_held_out(
         if version is not None:
             asked = [version.prompt(example, *place) for example in examples for place in places]
             fitted += fit(settings, model.config, version, tokenizer, asked, generates)
+    if generates:
+        new_tokens = settings.max_new_tokens or task.max_new_tokens
+        encoded = task_prompts.encode(fitted, tokenizer, model.config.max_position_embeddings)
+        if new_tokens < (longest := max((len(ids) for prompt in encoded for ids in prompt.answers), default=0)):
+            raise UserError(f"--max-new-tokens {new_tokens} is below the longest gold answer, {longest} tokens")
     return fitted
 
 
