@@ -3,13 +3,16 @@
     python experiments/controls.py --model smollm2-135m-instruct --num-pairs 5 10 20 --other-pairs 15 30 \\
         --other-key-lengths 8 --num-sentences 40 --data nq-open-oracle.jsonl.gz --text FILE --text-weight 3
 
+    python experiments/controls.py --model smollm2-135m-instruct --mixture mixtures/smollm2.toml --counts 32 \\
+        --text KNOWN.txt OTHER.txt --text-window 2048 8192 --text-weight 20 --oracle --data nq-open-oracle.jsonl.gz
+
 Every control of `control_parameters.py` has n numbers in each layer, n from `--counts`: 1 as factors of layers have it, 8 as
-factors of eight frequency bands. They are rotary factors (our method), temperatures of the attention, gains of the norm before
-it, and the coefficients of a low-rank adapter of the query weights. The first three start at 1 and stay in the same box, the
-adapter's start at 0 and stay within --max-factor - 1 of it. All minimise -log p of the answers to key-value questions by the
-same Adam (`search.gradient.descend`) on the same minibatches; with several `--learning-rates` each takes the one with the
-lowest loss on the search questions that are held back. The control without a number is the forced opener against the plain
-prompt.
+factors of eight frequency bands. They are rotary factors (our method), temperatures of the attention, half of both, gains of
+the norm before it, and the coefficients of a low-rank adapter of the query weights. All but the last start at 1 and stay in the
+same box, the adapter's start at 0 and stay within --max-factor - 1 of it. All minimise -log p of the answers to key-value
+questions, or to those of a `--mixture`, by the same Adam (`search.gradient.descend`) on the same minibatches; with several
+`--learning-rates` each takes the one with the lowest loss on the search questions that are held back. The control without a
+number is the forced opener against the plain prompt.
 
 What was learnt is then measured on other questions: by position, at other lengths, with other keys, on other tasks, and on
 plain text (`transfer.py`, whose targets these are). The last tables say what of it is position repair: `reading` goes by a
@@ -41,12 +44,18 @@ from lpes_jax.evaluation import BASELINE, PLAIN, Candidate, environment, slots_o
 from lpes_jax.factors import LayerFactors, write_json
 from lpes_jax.models.llama import Loaded, load
 from lpes_jax.models.llama.model import Llama
+from lpes_jax.search import SearchSettings
+from lpes_jax.search.algorithms import Gradient
+from lpes_jax.search.fitness import groups_of, search_prompts
 from lpes_jax.search.gradient import GradientSettings, Look, descend
 from lpes_jax.search.minibatches import Data, pack
+from lpes_jax.search.mixture import mixture_of
 from lpes_jax.search.plain_text import text_windows
+from lpes_jax.search.settings import scaled_layers, search_space
 from lpes_jax.statistics import paired_permutation_test
 from lpes_jax.tasks import make_task
 from lpes_jax.tasks import prompts as task_prompts
+from lpes_jax.tasks.prompts import Task
 
 LEVEL = 0.05  # of `reading`, shared out over the targets that were not searched on
 
@@ -61,6 +70,10 @@ class Settings(TargetFlags):
     """A name in models/zoo, a folder in Hugging Face layout, a .gguf file, or a Hugging Face hub id."""
     controls: tuple[Control, ...] = ("rotary", "temperature", "norm_gain", "adapter")
     """Which to run."""
+    mixture: Path | None = None
+    """A mixture of tasks to search on, in place of kv with --num-pairs (lpes_jax/search/mixture.py)."""
+    data_folder: Path | None = None
+    """Where the paths in --mixture start from (default: its own folder)."""
     counts: tuple[int, ...] = (1, 8)
     """Numbers a layer."""
     other_pairs: tuple[int, ...] = ()
@@ -89,6 +102,10 @@ class Settings(TargetFlags):
     """Weight of the loss of plain text (the first --text, or text that the model writes), in nats a token."""
     text_minibatch: int = 4
     """Windows of text a step."""
+    search_text_window: tuple[int, ...] = ()
+    """Tokens of these windows, with --mixture (default: the first of --text-window)."""
+    max_text_loss_rise: float | None = None
+    """Refuse steps that raise the loss of held-back text by more, with several --search-text-window in any quarter."""
     seeds: tuple[int, ...] = (0,)
     """Each is a run of every control with search examples and minibatches of its own."""
     plain_prompt: bool = True
@@ -97,6 +114,8 @@ class Settings(TargetFlags):
 
 def main(s: Settings) -> None:
     """Run what is missing and write the tables."""
+    if s.data_folder is not None and s.mixture is None:
+        raise UserError("--data-folder is where the paths of --mixture start from; leave it out")
     if len(s.weights) != len(s.search_positions):
         raise UserError("--weights: give one number for each of --search-positions")
     used = settings_record(s, "controls", "counts", "seeds", "plain_prompt")
@@ -141,8 +160,9 @@ def main(s: Settings) -> None:
         for count in s.counts
     }
     layers = int(records[BASELINE]["model"]["num_layers"])
+    seen = _searched(s, targets)
     parameters = {f"{control}, {count} a layer": layers * count for control in s.controls for count in s.counts}
-    _report(s, scores, parameters, list(targets), {name: records[name]["training"] for name in learnt})
+    _report(s, scores, parameters, list(targets), seen, {name: records[name]["training"] for name in learnt})
 
 
 def train(
@@ -171,6 +191,7 @@ def train(
             look_every=s.look_every,
             text_weight=s.text_weight,
             text_minibatch=s.text_minibatch,
+            max_text_loss_rise=s.max_text_loss_rise,
         )
         best[rate] = descend(
             loaded.model,
@@ -249,6 +270,8 @@ def middle_against_ends(
 
 def _data(s: Settings, loaded: Loaded, seed: int) -> tuple[Data, Data, int]:
     """Search prompts of each length and text, what is held back of both (the last ones), and the tokens of the longest."""
+    if s.mixture is not None:
+        return _data_of_mixture(s, loaded, seed)
     learnt_from, held_back, longest = [], [], 0
     for pairs in s.num_pairs:
         task = make_task("kv", num_pairs=pairs, key_length=s.key_length)
@@ -270,11 +293,59 @@ def _data(s: Settings, loaded: Loaded, seed: int) -> tuple[Data, Data, int]:
     return Data(learnt_from, windows[:border]), Data(held_back, windows[border:]), max(longest, windows.shape[1])
 
 
+def _searched(s: Settings, targets: Mapping[str, Task]) -> list[str]:
+    """The titles of the targets whose kind of question was searched on (by other questions)."""
+    if s.mixture is None:
+        return list(targets)[: len(s.num_pairs)]
+    mixture = mixture_of(SearchSettings(mixture=s.mixture, data_folder=s.data_folder), s.limit, s.test_limit)
+    assert mixture is not None
+
+    def kind(task: Any) -> Any:
+        return {name: value.name if isinstance(value, Path) else value for name, value in vars(task).items()}
+
+    kinds = [(task.name, kind(task)) for task in mixture.tasks]
+    return [title for title, task in targets.items() if (task.name, kind(task)) in kinds]
+
+
+def _data_of_mixture(s: Settings, loaded: Loaded, seed: int) -> tuple[Data, Data, int]:
+    """The same of a mixture, as `search --mixture --algorithm gradient` has them."""
+    settings = SearchSettings(
+        mixture=s.mixture,
+        data_folder=s.data_folder,
+        algorithm="gradient",
+        curve="free",
+        limit=s.limit,
+        seed=seed,
+        search_positions=s.search_positions,
+        weights=s.weights,
+        minibatch_size=s.minibatch_size,
+        validation_share=s.validation_share,
+        text=next(iter(s.text), None),
+        text_weight=s.text_weight,
+        text_window=s.search_text_window or s.text_window[:1],
+        max_text_loss_rise=s.max_text_loss_rise,
+    )
+    mixture = mixture_of(settings, s.limit, s.test_limit)
+    assert mixture is not None
+    config, tokenizer, prompts = loaded.model.config, loaded.tokenizer, []
+    places = [slots_of(task, s.search_positions if task.num_items > 1 else (0,)) for task in mixture.tasks]
+    for part, of_task in zip(mixture.parts, places, strict=True):
+        examples = part.task.examples("search", part.limit, seed)
+        prompts.append(search_prompts(settings, config, part.task, tokenizer, examples, of_task))
+    everything = [prompt for of_task in prompts for prompt in of_task]
+    encoded = task_prompts.encode(everything, tokenizer, config.max_position_embeddings)
+    tokens = np.array([min(map(len, prompt.answers)) for prompt in encoded])
+    groups = groups_of(mixture.titles, mixture.weights, places, prompts, tokens, s.weights)
+    descent = Gradient(settings, search_space(settings, config, scaled_layers(settings, config.num_layers)))
+    return descent.data(loaded.model, tokenizer, prompts, groups, s.weights)
+
+
 def _report(
     s: Settings,
     scores: Mapping[str, Mapping[str, Float[np.ndarray, "Q S"]]],
     parameters: Mapping[str, int],
     targets: Sequence[str],
+    seen: Sequence[str],
     training: Mapping[str, Any],
 ) -> None:
     searched, baseline = targets[: len(s.num_pairs)], scores[BASELINE]
@@ -299,13 +370,14 @@ def _report(
         changes = [show(figures[name][title], title)[2:] if title in figures[name] else ["-"] for title in shown]
         rows.append([_label(name), *(", p ".join(change) for change in changes)])
     if shown:
-        parts.append(f"## Not searched on: baseline, and gains\n\n{markdown_table(['', *shown], rows)}")
+        columns = [f"{title} (searched)" if title in seen else title for title in shown]
+        parts.append(f"## Other targets: baseline, and gains\n\n{markdown_table(['', *columns], rows)}")
 
     rows, readings = [], {}
     for name in parameters:
         ours, base = (np.mean([of[title] for title in searched], axis=0) for of in (scores[name], baseline))
         gains = middle_against_ends(ours, base, s.positions)
-        name_of_it, gained, lost = reading(figures[name], gains, searched)
+        name_of_it, gained, lost = reading(figures[name], gains, seen)
         readings[name] = gains | {"reading": name_of_it, "gained": gained, "lost": lost}
         of_errors = [f"{100 * gains[where]:+.1f} ({100 * gains[f'{where}_share']:.0f} %)" for where in ("middle", "ends")]
         rows.append([name, *of_errors, show_p(gains["p"]), ", ".join(gained) or "-", ", ".join(lost) or "-", name_of_it])
@@ -341,8 +413,9 @@ def _against_controls(
 
 
 def _about(s: Settings) -> str:
+    searched = f"kv with {' '.join(map(str, s.num_pairs))} pairs" if s.mixture is None else f"the mixture {s.mixture.name}"
     return (
-        f"{Path(s.model).name}, searched on kv with {' '.join(map(str, s.num_pairs))} pairs, {s.limit} examples of each, "
+        f"{Path(s.model).name}, searched on {searched}, {s.limit} examples of each, "
         f"{s.steps} steps of {s.minibatch_size} prompts, learning rates {' '.join(map(str, s.learning_rates))}, text weight "
         f"{s.text_weight:g}, seeds {' '.join(map(str, s.seeds))} (scores are means over them); {s.test_limit} held-out "
         "questions a target. Accuracy in percent, gains in points over the baseline, text in nats a token, where less is "

@@ -37,6 +37,7 @@ from lpes_jax.tasks.perplexity import Perplexity, Window
 from lpes_jax.tasks.prompts import Overlength, Split, Task
 
 TEXT = "plain text"  # what the titles of its targets begin with
+ORACLE = "mdqa, gold document alone"  # all test questions, whatever --test-limit: it has one position
 QUARTERS = 4  # of a window of text, as positions have columns
 
 
@@ -99,7 +100,7 @@ def targets_of(flags: TargetFlags) -> dict[str, Task]:
         for n in f.num_documents:
             targets[f"mdqa, {n} documents"] = make_task("mdqa", data=f.data, num_documents=n, distractors="random")
         if f.oracle:
-            targets["mdqa, gold document alone"] = make_task("mdqa", data=f.data, mode="oracle")
+            targets[ORACLE] = make_task("mdqa", data=f.data, mode="oracle")
     for path in f.documents:
         targets[f"mdqa, {path.stem}"] = make_task("mdqa", data=path, num_documents=f.num_documents[0])
     return targets
@@ -125,7 +126,9 @@ def measure(
             model,
             loaded.tokenizer,
             task,
-            task.examples(f.documents_split if title in own_documents else "test", f.test_limit, 0),
+            task.examples(
+                f.documents_split if title in own_documents else "test", None if title == ORACLE else f.test_limit, 0
+            ),
             slots_of(task, f.positions if task.num_items > 1 else (0,)),
             [Candidate(BASELINE), candidate] if candidate.plain else [candidate],  # both: they leave out the same questions
             metrics=_metrics(task),

@@ -137,7 +137,7 @@ class Gradient:
         self.parameters, self.project, self.values = box_parameters(settings, space)
 
     def run(self, model: Llama, tokenizer: Tokenizer, prompts: Sequence[Sequence[Prompt]], fitness: Fitness) -> None:
-        train, held_back, longest = self._data(model, tokenizer, prompts, fitness)
+        train, held_back, longest = self.data(model, tokenizer, prompts, fitness.groups, fitness.weights)
         self.sizes = sizes(train, held_back, self.gradient.minibatch_size)
         apply = factors_applied(self.space, self.values, model.config.rope_table(longest))
         folder = fitness.folder
@@ -200,18 +200,23 @@ class Gradient:
             on_look=on_look,
         )
 
-    def _data(
-        self, model: Llama, tokenizer: Tokenizer, prompts: Sequence[Sequence[Prompt]], fitness: Fitness
+    def data(
+        self,
+        model: Llama,
+        tokenizer: Tokenizer,
+        prompts: Sequence[Sequence[Prompt]],
+        groups: Sequence[Group],
+        own_weights: Sequence[float],
     ) -> tuple[Data, Data, int]:
         """What is learnt from, what is held back (the last questions and windows), and the tokens of the longest prompt.
 
         Where prompts share trees, those of a haystack are on one side. Prompts of different lengths are packed in few shapes.
         """
-        kept_share, of_look, groups = self.gradient.validation_share, self.gradient.minibatch_size, fitness.groups
+        kept_share, of_look = self.gradient.validation_share, self.gradient.minibatch_size
         share, of_step = self.gradient.weights_in == "loss", prompts_of_a_tree(of_look)
         train, held_back, longest = _Packs(groups), _Packs(groups), 0
         for number, of_task in enumerate(prompts):
-            weights = groups[number].weights if groups else fitness.weights
+            weights = groups[number].weights if groups else own_weights
             places = len(weights)
             questions = len(of_task) // places
             kept = math.ceil(kept_share * questions)
