@@ -2,6 +2,7 @@
 
 import json
 import os
+import zlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 
 from lpes_jax.errors import UserError
 from lpes_jax.rope import GRANULARITIES, Granularity
+from lpes_jax.text_files import read_text
 
 FORMAT = "lpes-factors/1"
 _RANK = {"layer": 1, "layer_band": 2, "layer_group": 2, "layer_group_band": 3}
@@ -100,9 +102,9 @@ def _zoo_file(name: Path) -> Path | None:
 def read_json(path: Path) -> Any:
     """The contents of a JSON file; UserError where it is missing or not JSON."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+        return json.loads(read_text(path))
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
     except ValueError as error:
         raise UserError(f"{path}: not a JSON file ({error})") from error
 
