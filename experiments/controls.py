@@ -44,6 +44,7 @@ from lpes_jax.models.llama.model import Llama
 from lpes_jax.search.gradient import GradientSettings, Look, descend
 from lpes_jax.search.minibatches import Data, pack
 from lpes_jax.search.plain_text import text_windows
+from lpes_jax.search.settings import check_weights
 from lpes_jax.statistics import paired_permutation_test
 from lpes_jax.tasks import make_task
 from lpes_jax.tasks import prompts as task_prompts
@@ -97,8 +98,7 @@ class Settings(TargetFlags):
 
 def main(s: Settings) -> None:
     """Run what is missing and write the tables."""
-    if len(s.weights) != len(s.search_positions):
-        raise UserError("--weights: give one number for each of --search-positions")
+    check_weights(s.weights, s.search_positions)
     used = settings_record(s, "controls", "counts", "seeds", "plain_prompt")
     targets = targets_of(replace(s, num_pairs=(*s.num_pairs, *s.other_pairs)))
     learnt: dict[str, tuple[Control, int, int]] = {

@@ -63,7 +63,7 @@ from lpes_jax.report.tables import console, differences, markdown, position_tabl
 from lpes_jax.scoring import Batch, OptionScorer, Scorer, batch_scores, pack_rows
 from lpes_jax.search.plain_text import text_windows
 from lpes_jax.tasks.flags import TaskFlags, task_of, title_of
-from lpes_jax.tasks.prompts import EncodedPrompt, Overlength, encode, fit, option_prompts
+from lpes_jax.tasks.prompts import EncodedPrompt, Overlength, check_once, check_positions, encode, fit, option_prompts
 from lpes_jax.unfinished import Unfinished, outcome_of, record_of
 
 NAMES = (
@@ -254,6 +254,8 @@ def _names(settings: CompareSettings) -> tuple[str, ...]:
     for name in ("limit", "test_limit", "budget", "repeats", "router_steps", "channel_strings"):
         if getattr(settings, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(settings, name)}")
+    check_positions(settings.positions)
+    check_once(settings.metrics, "--metrics")
     if settings.methods == ("all",):
         return NAMES
     if unknown := [name for name in settings.methods if name not in NAMES]:

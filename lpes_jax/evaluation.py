@@ -104,10 +104,24 @@ def default_metrics(task: Task) -> tuple[str, ...]:
 
 
 def slots_of(task: Task, positions: Sequence[int], slots: Sequence[int] | None = None) -> list[tuple[int, int]]:
-    """(slot, position in percent) of each place to measure: of `slots`, where they are named, else of `positions`."""
-    if slots:
-        return [(slot, task_prompts.position(slot, task.num_items)) for slot in slots]
-    return [(task_prompts.slot(position, task.num_items), position) for position in positions]
+    """(slot, position in percent) of each place to measure: of `slots`, where they are named, else of `positions`.
+
+    Raises UserError for a slot or position that is not there, one that is named twice, and two slots at one position: results
+    go by position.
+    """
+    if not slots:
+        task_prompts.check_positions(positions)
+        return [(task_prompts.slot(position, task.num_items), position) for position in positions]
+    task_prompts.check_once(slots, "--slots")
+    places = [(slot, task_prompts.position(slot, task.num_items)) for slot in slots]
+    by_position: dict[int, int] = {}
+    for slot, position in places:
+        if (other := by_position.setdefault(position, slot)) != slot:
+            raise UserError(
+                f"--slots {other} and {slot} of {task.num_items} both stand at {position} %, and results go by position; "
+                "give slots that are further apart, or one of them"
+            )
+    return places
 
 
 def evaluate(

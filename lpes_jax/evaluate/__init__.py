@@ -24,7 +24,7 @@ from lpes_jax.search.run_folder import check_processes
 from lpes_jax.tasks.chat import ChatTask
 from lpes_jax.tasks.flags import TaskFlags, task_of, title_of
 from lpes_jax.tasks.metrics import effective_length
-from lpes_jax.tasks.prompts import Overlength, checked_stop
+from lpes_jax.tasks.prompts import Overlength, check_once, check_positions, checked_stop
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,10 @@ def _check(settings: EvaluateSettings) -> None:
         raise UserError(f"--limit must be at least 1, got {settings.limit}")
     if settings.batch_size is not None and settings.batch_size < 1:
         raise UserError(f"--batch-size must be at least 1, got {settings.batch_size}")
-    if not (settings.slots or settings.positions):
-        raise UserError("--positions: give at least one position, in percent")
+    if not settings.slots:
+        check_positions(settings.positions)
+    for name in ("slots", "lengths", "metrics"):
+        check_once(getattr(settings, name), f"--{name}")
     if settings.only_factors and settings.factors is None:
         raise UserError("--only-factors needs --factors")
     if settings.lengths and settings.task != "needle":

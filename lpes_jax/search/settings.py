@@ -4,7 +4,9 @@ settings = preset("quick", num_pairs=4)      # SearchSettings() is the preset `d
 """
 
 import difflib
+import math
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +22,7 @@ from lpes_jax.search.genetic_settings import GeneticSettings
 from lpes_jax.search.gradient import GradientSettings
 from lpes_jax.search.space import Space
 from lpes_jax.tasks.flags import TaskFlags
-from lpes_jax.tasks.prompts import Overlength
+from lpes_jax.tasks.prompts import Overlength, check_once, check_positions
 
 Curve = Literal["bezier", "linear", "step", "free", "authors", "shared"]
 Fitness = Literal["accuracy", "log_likelihood", "metric"]
@@ -241,19 +243,19 @@ def check(settings: SearchSettings) -> None:
     for name in ("batch_size", "population_chunk", "max_evaluations"):
         if (value := getattr(settings, name)) is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-    if not settings.positions:
-        raise UserError("--positions: give at least one position, in percent")
+    check_positions(settings.positions)
+    check_once(settings.metrics, "--metrics")
     check_chat(
         apply_chat_template=settings.apply_chat_template,
         prompt_form=settings.prompt_form,
         system_prompt=settings.system_prompt,
     )
-    weights = " ".join(map(str, settings.weights))
-    if len(settings.weights) != len(settings.search_positions) or not settings.weights:
-        places = " ".join(map(str, settings.search_positions))
-        raise UserError(f"--weights {weights}: give one number for each of --search-positions {places}")
-    if min(settings.weights) < 0 or abs(sum(settings.weights) - 1) > 1e-6:
-        raise UserError(f"--weights must be numbers from 0 that sum to 1, got {weights}")
+    check_weights(settings.weights, settings.search_positions)
+    for name, value in vars(settings).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"--{name.replace('_', '-')} must be a finite number, got {value}")
+    if settings.stay_close < 0:
+        raise UserError(f"--stay-close must be at least 0, got {settings.stay_close}")
     from lpes_jax.search.strategies import NAMES  # evosax wants devices at once: not before several processes have met
 
     if settings.algorithm not in ("ga", "gradient", *NAMES):
@@ -265,6 +267,17 @@ def check(settings: SearchSettings) -> None:
         raise UserError("--race: --fitness metric has individuals one by one generate text on all questions; leave --race out")
     if settings.max_evaluations is not None and settings.algorithm == "gradient":
         raise UserError("--max-evaluations counts individuals, which --algorithm gradient has none of; give --steps")
+
+
+def check_weights(weights: Sequence[float], positions: Sequence[int]) -> None:
+    """Raise UserError unless each of `--search-positions` has a weight, and the weights are shares of 1."""
+    check_positions(positions, "--search-positions")
+    shown = " ".join(map(str, weights))
+    if len(weights) != len(positions):
+        places = " ".join(map(str, positions))
+        raise UserError(f"--weights {shown}: give one number for each of --search-positions {places}")
+    if not (all(weight >= 0 for weight in weights) and abs(sum(weights) - 1) <= 1e-6):  # false for NaN, too
+        raise UserError(f"--weights must be numbers from 0 that sum to 1, got {shown}")
 
 
 def scaled_layers(settings: SearchSettings, num_layers: int) -> range:

@@ -181,10 +181,25 @@ class Fitted(NamedTuple):
     num_cut: int
 
 
+def check_positions(positions: Sequence[int], flag: str = "--positions") -> None:
+    """Raise UserError for positions in percent that cannot be measured: none, one beyond 0 to 100, one named twice."""
+    if not positions:
+        raise UserError(f"{flag}: give at least one position, in percent")
+    if outside := [position for position in positions if not 0 <= position <= 100]:
+        raise UserError(f"{flag}: {outside[0]} is not a percentage; positions go from 0 (begin) to 100 (end)")
+    check_once(positions, flag)
+
+
+def check_once(values: Sequence[Any], flag: str) -> None:
+    """Raise UserError for a value that stands in a flag's list twice: results go by these values."""
+    for at, value in enumerate(values):
+        if value in values[:at]:
+            raise UserError(f"{flag} {' '.join(map(str, values))}: {value} stands there twice; give it once")
+
+
 def slot(position: int, num_items: int) -> int:
     """The 0-based slot of a position in percent: floor(position / 100 * (num_items - 1)), in integers."""
-    if not 0 <= position <= 100:
-        raise UserError(f"--positions: {position} is not a percentage; positions go from 0 (begin) to 100 (end)")
+    check_positions([position])
     return position * (num_items - 1) // 100
 
 
