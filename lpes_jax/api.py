@@ -12,6 +12,7 @@ from lpes_jax.factors import LayerFactors
 from lpes_jax.generation import generate_ids
 from lpes_jax.models.llama.model import Llama, hidden_states, output_logits
 from lpes_jax.rope import Granularity, RopeTable
+from lpes_jax.same_model import check_model
 from lpes_jax.tasks.prompts import token_ids
 
 
@@ -20,15 +21,18 @@ def logits(
     tokens: Int[Array, "B T"],
     factors: LayerFactors | Float[Array, "L *finer"] | None = None,
     granularity: Granularity = "layer",
+    *,
+    other_model: bool = False,
 ) -> Float[Array, "B T V"]:
     """float32 logits at every position; rows may be padded on the right.
 
     `factors` is a `LayerFactors`, or an array of `granularity` (`lpes_jax.scale_layers`), in which the logits are
     differentiable; None leaves the model as it is, and so do factors of 1, bit for bit. Of use in a jitted training step of
     your own, with the model and the factors as its arguments. RoPE of the types `dynamic` and `longrope` goes by T (see
-    `lpes_jax.rope`). Raises UserError for LayerFactors that do not fit the model.
+    `lpes_jax.rope`). Raises UserError for LayerFactors that do not fit the model, and, unless `other_model`, for those found
+    for one of other sizes or another RoPE.
     """
-    return _logits(model, tokens, _table(model, tokens.shape[1], factors, granularity))
+    return _logits(model, tokens, _table(model, tokens.shape[1], factors, granularity, other_model))
 
 
 def generate(
@@ -37,14 +41,17 @@ def generate(
     prompts: Sequence[str],
     factors: LayerFactors | Float[Array, "L"] | None = None,
     max_new_tokens: int = 100,
+    *,
+    other_model: bool = False,
 ) -> list[str]:
     """The greedy continuation of each prompt, up to the end-of-text token or `max_new_tokens`.
 
-    Raises UserError for factors that do not fit the model.
+    Raises UserError for factors that do not fit the model, and, unless `other_model`, for LayerFactors found for one of other
+    sizes, another RoPE or another tokenizer. (Other weights of the same sizes are not seen here; `evaluate` warns of them.)
     """
     layer_factors = factors if factors is None or isinstance(factors, LayerFactors) else LayerFactors(np.asarray(factors))
     if layer_factors is not None:
-        layer_factors.for_model(model.config.num_layers, model.config.num_kv_heads, model.config.rotary_dim)
+        check_model(layer_factors, model.config, tokenizer=tokenizer, other_model=other_model, quiet=True)
     ids = generate_ids(
         model,
         token_ids(tokenizer, list(prompts)),
@@ -62,10 +69,14 @@ def _logits(model: Llama, tokens: Int[Array, "B T"], table: RopeTable) -> Float[
 
 
 def _table(
-    model: Llama, length: int, factors: LayerFactors | Float[Array, "L *finer"] | None, granularity: Granularity
+    model: Llama,
+    length: int,
+    factors: LayerFactors | Float[Array, "L *finer"] | None,
+    granularity: Granularity,
+    other_model: bool,
 ) -> RopeTable:
     config = model.config
     if isinstance(factors, LayerFactors):
-        factors.for_model(config.num_layers, config.num_kv_heads, config.rotary_dim)
+        check_model(factors, config, other_model=other_model, quiet=True)
         return config.rope_table(length, jnp.asarray(factors.factors, jnp.float32), factors.granularity)
     return config.rope_table(length, factors, granularity)

@@ -60,6 +60,7 @@ from lpes_jax.report.html import write_page
 from lpes_jax.report.plots import u_curve
 from lpes_jax.report.progress import SearchProgress
 from lpes_jax.report.tables import console, differences, markdown, position_table
+from lpes_jax.same_model import check_loaded
 from lpes_jax.scoring import Batch, OptionScorer, Scorer, batch_scores, pack_rows
 from lpes_jax.search.plain_text import text_windows
 from lpes_jax.tasks.flags import TaskFlags, task_of, title_of
@@ -96,6 +97,8 @@ class CompareSettings(TaskFlags):
     lpes; or all."""
     factors: Path | None = None
     """factors.json of a search, or the zoo's by name (MODEL/NAME): LPES, and PI as their mean."""
+    other_model: bool = False
+    """Take factors that were found for another model (other sizes, RoPE or tokenizer), as far as their shape fits."""
     router: Path | None = None
     """moice: a router that was trained before (default: one is trained, on --text)."""
     text: Path | None = None
@@ -157,9 +160,12 @@ def run_comparison(settings: CompareSettings) -> dict[str, Any]:
     held_out = task.examples("test", settings.test_limit, settings.seed)
     found = None if settings.factors is None else LayerFactors.load(settings.factors)
     loaded = load(settings.model, settings.dtype)
+    factors_model = None
+    if found is not None:
+        factors_model = check_loaded(found, loaded, str(settings.factors), settings.other_model)
     kept = Unfinished(settings.output_path, _config(settings, loaded, found), settings.resume)
     with kept.interruptible():
-        record = _compared(settings, names, task, searched, held_out, loaded, found, kept, started)
+        record = _compared(settings, names, task, searched, held_out, loaded, found, factors_model, kept, started)
     kept.drop()
     return record
 
@@ -172,6 +178,7 @@ def _compared(
     held_out: Sequence[Any],
     loaded: Loaded,
     found: LayerFactors | None,
+    factors_model: dict[str, Any] | None,
     kept: Unfinished,
     started: float,
 ) -> dict[str, Any]:
@@ -223,7 +230,8 @@ def _compared(
         outcomes = measured(candidates, earlier=earlier, on_prompts=progress.prompts)
         progress.note("timing")
         costs = _costs(loaded, outcomes[0].prompts[:_TIMED_PROMPTS], candidates, settings.repeats)
-    record = results_record(task, outcomes, places, _as_record(settings) | {"model_identity": loaded.identity}, started)
+    used = _as_record(settings) | {"model_identity": loaded.identity, "factors_model": factors_model}
+    record = results_record(task, outcomes, places, used, started)
     for name, figures in record["methods"].items():
         figures |= {
             "setting": tuned[name][0].setting,

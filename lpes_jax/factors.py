@@ -13,7 +13,7 @@ from lpes_jax.errors import UserError
 from lpes_jax.rope import GRANULARITIES, Granularity
 from lpes_jax.text_files import read_text
 
-FORMAT = "lpes-factors/1"
+FORMAT, APPLIES_TO = "lpes-factors/1", "position / factor"
 _RANK = {"layer": 1, "layer_band": 2, "layer_group": 2, "layer_group_band": 3}
 _ZOO = Path(__file__).parent / "models" / "zoo"
 
@@ -23,8 +23,8 @@ class LayerFactors:
     """Scaling factors of a model: layer l rotates by angle (position / factor) x inverse frequency.
 
     `factors` is `[L]`, `[L, bands]`, `[L, K]` or `[L, K, bands]`, as `granularity` says (`lpes_jax.rope.scale_layers`). The
-    other fields record where they come from: the model (name, num_layers, sha256), the curve, the model's RoPE, the search
-    and its held-out evaluation.
+    other fields record where they come from: the model (name, sha256, sizes and tokenizer: `lpes_jax.same_model`), the curve,
+    the model's RoPE, the search and its held-out evaluation.
     """
 
     factors: np.ndarray
@@ -48,7 +48,7 @@ class LayerFactors:
         return len(self.factors)
 
     def for_model(self, num_layers: int, num_kv_heads: int, head_dim: int, where: str = "factors") -> "LayerFactors":
-        """Itself, if it fits a model of these sizes; else UserError."""
+        """Itself, if its shape fits a model of these sizes (`head_dim`: the rotated part of a head); else UserError."""
         if self.num_layers != num_layers:
             raise UserError(
                 f"{where}: {self.num_layers} layers of factors, but the model has {num_layers}; use factors found for it"
@@ -63,7 +63,7 @@ class LayerFactors:
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the JSON file, whole or not at all."""
-        record = {"format": FORMAT, "applies_to": "position / factor", **asdict(self)}
+        record = {"format": FORMAT, "applies_to": APPLIES_TO, **asdict(self)}
         record["factors"] = self.factors.tolist()
         write_json(Path(path), record)
 
@@ -72,7 +72,7 @@ class LayerFactors:
         """Read a JSON file, or factors of the zoo by name: `MODEL/NAME`, or `NAME` where only one model has such.
 
         A name of the zoo always means the zoo's. Raises UserError where the file is missing, not JSON, of another format, or
-        holds unusable factors.
+        holds unusable factors. Whether they are those of a model: `lpes_jax.same_model`.
         """
         path = _zoo_file(Path(path)) or Path(path)
         record = read_json(path)
@@ -80,12 +80,17 @@ class LayerFactors:
             raise UserError(f"{path}: not a {FORMAT} file; give the factors.json that a search wrote")
         if "factors" not in record:
             raise UserError(f"{path}: factors are missing; give the factors.json that a search wrote")
+        if (applies_to := record.get("applies_to", APPLIES_TO)) != APPLIES_TO:
+            raise UserError(f"{path}: applies_to {applies_to!r:.60} is not supported; factors apply to {APPLIES_TO!r} here")
+        for name in ("model", "curve", "rope", "search", "evaluation"):
+            if not isinstance(record.get(name), dict | None):
+                raise UserError(f"{path}: {name} must be a JSON object, got {record[name]!r:.60}")
         try:
             factors = _checked(record["factors"], record.get("granularity", "layer"))
         except UserError as error:
             raise UserError(f"{path}: {error}") from error
         others = ("granularity", "model", "curve", "rope", "search", "evaluation")
-        return cls(factors, **{name: record[name] for name in others if name in record})
+        return cls(factors, **{name: record[name] for name in others if record.get(name) is not None})
 
 
 def _zoo_file(name: Path) -> Path | None:

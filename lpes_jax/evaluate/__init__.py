@@ -20,6 +20,7 @@ from lpes_jax.report.html import write_page
 from lpes_jax.report.plots import depth_by_length, u_curve
 from lpes_jax.report.progress import SearchProgress
 from lpes_jax.report.tables import console, differences, markdown, position_table
+from lpes_jax.same_model import check_loaded
 from lpes_jax.search.run_folder import check_processes
 from lpes_jax.tasks.chat import ChatTask
 from lpes_jax.tasks.flags import TaskFlags, task_of, title_of
@@ -37,6 +38,8 @@ class EvaluateSettings(TaskFlags):
     """Folder of the results."""
     factors: Path | None = None
     """factors.json of a search, or the zoo's by name (MODEL/NAME); measured beside the model as it is."""
+    other_model: bool = False
+    """Take factors that were found for another model (other sizes, RoPE or tokenizer), as far as their shape fits."""
     only_factors: bool = False
     """Leave out the model as it is and the plain prompts."""
 
@@ -93,10 +96,10 @@ def run_evaluation(settings: EvaluateSettings) -> list[Outcome]:
     if settings.task != "perplexity" and not settings.lengths:  # before the model is loaded: a bad file shows at once
         examples = task.examples(settings.split, settings.limit, settings.seed)
     loaded = load(settings.model, settings.dtype, make_mesh(settings.model_axis))
-    config = loaded.model.config
     candidates = [] if settings.only_factors else [Candidate(PLAIN, plain=True), Candidate(BASELINE)]
+    factors_model = None
     if factors is not None:
-        factors.for_model(config.num_layers, config.num_kv_heads, config.rotary_dim, str(settings.factors))
+        factors_model = check_loaded(factors, loaded, str(settings.factors), settings.other_model)
         candidates.append(Candidate("factors", factors))
     _check_processes(settings, loaded, factors)
     if settings.task == "perplexity":
@@ -106,7 +109,7 @@ def run_evaluation(settings: EvaluateSettings) -> list[Outcome]:
             return []
         _folder(settings)
         results |= {"data_sha256": content_sha256(Path(settings.data))} if settings.data else {}
-        write_json(settings.output_path / "results.json", results | _record(settings, loaded, None))
+        write_json(settings.output_path / "results.json", results | _record(settings, loaded, None, factors_model))
         return []
     chat = make_chat(
         loaded.tokenizer,
@@ -115,10 +118,11 @@ def run_evaluation(settings: EvaluateSettings) -> list[Outcome]:
         system_prompt=settings.system_prompt,
     )
     if settings.lengths:
-        return _by_length(settings, task, loaded, chat, candidates, started)
+        return _by_length(settings, task, loaded, chat, candidates, started, factors_model)
     places, outcomes = _measure(settings, task, examples, loaded, chat, candidates)
     if hosts.is_first():
-        results = evaluation.results_record(task, outcomes, places, _record(settings, loaded, chat), started)
+        config = _record(settings, loaded, chat, factors_model)
+        results = evaluation.results_record(task, outcomes, places, config, started)
         _write(settings, task, outcomes, places, results, loaded.identity["name"])
     return outcomes
 
@@ -189,7 +193,13 @@ def _measure(
 
 
 def _by_length(
-    settings: EvaluateSettings, task: Any, loaded: Loaded, chat: Chat | None, candidates: Sequence[Candidate], started: float
+    settings: EvaluateSettings,
+    task: Any,
+    loaded: Loaded,
+    chat: Chat | None,
+    candidates: Sequence[Candidate],
+    started: float,
+    factors_model: dict[str, Any] | None,
 ) -> list[Outcome]:
     """The task at each length: a heat map of depth and length for each candidate, and the length up to which it holds."""
     by_length: dict[int, list[Outcome]] = {}
@@ -202,7 +212,8 @@ def _by_length(
     everything = [outcome for outcomes in by_length.values() for outcome in outcomes]
     if not hosts.is_first():
         return everything
-    record = evaluation.results_record(task, last, places, _record(settings, loaded, chat), started)
+    config = _record(settings, loaded, chat, factors_model)
+    record = evaluation.results_record(task, last, places, config, started)
     record["by_length"] = {length: evaluation.figures_of(outcomes, places) for length, outcomes in by_length.items()}
     record["effective_length"] = {}
     _folder(settings)
@@ -227,9 +238,11 @@ def _by_length(
     return everything
 
 
-def _record(settings: EvaluateSettings, loaded: Loaded, chat: Chat | None) -> dict[str, Any]:
+def _record(
+    settings: EvaluateSettings, loaded: Loaded, chat: Chat | None, factors_model: dict[str, Any] | None
+) -> dict[str, Any]:
     record = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(settings).items()}
-    return record | {"model_identity": loaded.identity, "chat": chat and chat.record}
+    return record | {"model_identity": loaded.identity, "factors_model": factors_model, "chat": chat and chat.record}
 
 
 def _folder(settings: EvaluateSettings) -> None:

@@ -19,6 +19,7 @@ from lpes_jax.models.llama.model import Llama
 from lpes_jax.provenance import content_sha256, environment, prompts_sha256
 from lpes_jax.report.progress import SearchProgress
 from lpes_jax.rope import Granularity
+from lpes_jax.same_model import facts
 from lpes_jax.search.fitness import Fitness, fit, make_scorer, search_prompts
 from lpes_jax.search.non_finite import first_bad_layer
 from lpes_jax.search.run_folder import RunFolder, check_processes
@@ -130,7 +131,7 @@ def search(
                 found = LayerFactors(
                     np.array(best["factors"]),
                     granularity=space.granularity,
-                    model=identity,
+                    model=identity | facts(config, tokenizer),
                     curve={"type": settings.curve, "control_points": points, "layers": [layers[0], layers[-1]]},
                     rope=config.rope.to_hf(),
                     search={

@@ -137,6 +137,8 @@ class SearchSettings(TaskFlags):
     """Factor of every control point of the first individual (Eq. 8)."""
     initial_factors: Path | None = None
     """factors.json of another search to start from, in place of --initial-factor."""
+    other_model: bool = False
+    """Take factors that were found for another model (other sizes, RoPE or tokenizer), as far as their shape fits."""
     x_step: float = 1.0
     """Lattice of the control points' x, in layers; 0: continuous."""
     y_step: float = 0.05
