@@ -332,7 +332,7 @@ def search_space(settings: SearchSettings, config: LlamaConfig, layers: range) -
     )
     if s.initial_factors is None:
         return space
-    return space.starting_from(LayerFactors.load(Path(s.initial_factors)), str(s.initial_factors))
+    return space.starting_from(LayerFactors.load(Path(s.initial_factors)), f"--initial-factors {s.initial_factors}")
 
 
 def genetic_settings(settings: SearchSettings, space: Space) -> GeneticSettings:
@@ -350,7 +350,15 @@ def genetic_settings(settings: SearchSettings, space: Space) -> GeneticSettings:
         values["max_change_x"] = 0.0
     if settings.initial_factors is not None:
         values["initial_points"] = tuple(map(tuple, np.stack([space.x, space.y], axis=1).tolist()))
-    return GeneticSettings(**values)
+    genetic = GeneticSettings(**values)
+    x = genetic.initial_genes[:, 0]
+    if settings.initial_factors is not None and not pinned and len(space.layers) > 1 and (np.diff(x) <= 0).any():
+        at = int(np.argmax(np.diff(x) <= 0))
+        raise UserError(
+            f"--initial-factors {settings.initial_factors}: the x {space.x[at]:g} and {space.x[at + 1]:g} are one place on the "
+            f"lattice of --x-step {settings.x_step:g}; give --x-step 0 (continuous)"
+        )
+    return genetic
 
 
 def gradient_settings(settings: SearchSettings) -> GradientSettings:
