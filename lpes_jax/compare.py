@@ -64,7 +64,17 @@ from lpes_jax.same_model import check_loaded
 from lpes_jax.scoring import Batch, OptionScorer, Scorer, batch_scores, pack_rows
 from lpes_jax.search.plain_text import text_windows
 from lpes_jax.tasks.flags import TaskFlags, task_of, title_of
-from lpes_jax.tasks.prompts import EncodedPrompt, Overlength, check_once, check_positions, encode, fit, option_prompts
+from lpes_jax.tasks.leaks import count_leaky
+from lpes_jax.tasks.prompts import (
+    EncodedPrompt,
+    Overlength,
+    check_once,
+    check_positions,
+    encode,
+    fit,
+    option_prompts,
+    short_answers,
+)
 from lpes_jax.unfinished import Unfinished, outcome_of, record_of
 
 NAMES = (
@@ -126,6 +136,8 @@ class CompareSettings(TaskFlags):
     """Tokens to generate, where something is (default: the task's)."""
     overlength: Overlength = "error"
     """What becomes of questions too long for the model's window: skip leaves them out at every position, and counts them."""
+    drop_leaky: bool = False
+    """Leave out questions whose gold answer is empty to the metric, or stands in what is beside the fact; they are counted."""
     seed: int = 0
     """Seed of the examples."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -195,6 +207,7 @@ def _compared(
         max_new_tokens=settings.max_new_tokens,
         stop_ids=loaded.stop_ids,
         overlength=settings.overlength,
+        drop_leaky=settings.drop_leaky,
         batch_size=settings.batch_size,
         on_outcome=lambda outcome: kept.keep("measured", outcome.candidate.name, record_of(outcome)),
     )
@@ -333,8 +346,9 @@ def _scorer(
 ) -> Scorer | OptionScorer | None:
     """What tunes settings; None where the task has no short answers to expect: then the first setting is taken."""
     window = loaded.model.config.max_position_embeddings
+    asked, _ = count_leaky([task.prompt(example, *place) for example in examples for place in places], settings.drop_leaky)
     prompts = fit(
-        [task.prompt(example, *place) for example in examples for place in places],
+        asked,
         loaded.tokenizer,
         window,
         max_prompt_tokens=task.max_prompt_tokens,
@@ -344,7 +358,7 @@ def _scorer(
         return OptionScorer(
             loaded.model, loaded.tokenizer, prompts, batch_size=settings.batch_size, individuals=settings.budget
         )
-    if not prompts or not all(prompt.answers for prompt in prompts):
+    if not prompts or not short_answers(prompts):
         return None
     return Scorer(
         loaded.model, encode(prompts, loaded.tokenizer, window), batch_size=settings.batch_size, individuals=settings.budget

@@ -69,6 +69,8 @@ class EvaluateSettings(TaskFlags):
     """Texts that end an output, besides the model's own end and the task's."""
     overlength: Overlength = "error"
     """What becomes of questions too long for the model's window: skip leaves them out at every position, and counts them."""
+    drop_leaky: bool = False
+    """Leave out questions whose gold answer is empty to the metric, or stands in what is beside the fact; they are counted."""
     lengths: tuple[int, ...] = ()
     """needle: tokens of a prompt, for a heat map of depth and length."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -186,6 +188,7 @@ def _measure(
             stop_ids=loaded.stop_ids,
             stop=settings.stop,
             overlength=settings.overlength,
+            drop_leaky=settings.drop_leaky,
             batch_size=settings.batch_size,
             on_prompts=progress.prompts,
         )

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,6 +27,7 @@ from lpes_jax.search.run_folder import RunFolder, check_processes
 from lpes_jax.search.settings import SearchSettings, as_record, scaled_layers, search_space
 from lpes_jax.search.space import Space
 from lpes_jax.search.stop import BudgetSpent, GracefulStop
+from lpes_jax.tasks.leaks import count_leaky
 from lpes_jax.tasks.prompts import Prompt, Task, token_ids
 
 _HELD_OUT = 5  # candidates of the held-out report: plain, baseline, uniform, pi, lpes
@@ -90,8 +92,11 @@ def search(
     searched = [slots_of(task, settings.search_positions if task.num_items > 1 else (0,)) for task in tasks]
     if len({(len(places), task.decided_by) for places, task in zip(searched, tasks, strict=True)}) > 1:
         raise UserError("tasks with and without positions, or with and without options, cannot be searched on together")
+    counts: Counter[str] = Counter()
     prompts = [
-        search_prompts(settings, config, task, tokenizer, task.examples("search", settings.limit, settings.seed), places)
+        search_prompts(
+            settings, config, task, tokenizer, task.examples("search", settings.limit, settings.seed), places, counts
+        )
         for task, places in zip(tasks, searched, strict=True)
     ]
     everything = [prompt for of_task in prompts for prompt in of_task]
@@ -144,6 +149,7 @@ def search(
                         "evaluations": fitness.evaluations,
                         "evaluations_of_algorithm": budget,
                         "prompts_scored": fitness.prompts_scored,
+                        "search_questions": dict(counts),
                         "uniform": uniform,
                         "seconds": round(time.time() - started, 3),
                         **environment(),
@@ -170,6 +176,7 @@ def search(
                             max_new_tokens=settings.max_new_tokens,
                             stop_ids=stop_ids,
                             overlength=settings.overlength,
+                            drop_leaky=settings.drop_leaky,
                             batch_size=settings.batch_size,
                             on_prompts=progress.prompts,
                             measured=measured,
@@ -177,7 +184,7 @@ def search(
                     )
                     for task, examples, places in zip(tasks, held_out, reported, strict=True)
                 ]
-            selection = _selection(settings, fitness, reports)
+            selection = _selection(settings, fitness, reports) | {"search_questions": dict(counts)}
             points = None if points is None else np.array(points)
             result = SearchResult(found, reports, points, selection)
             with folder.writing():
@@ -247,6 +254,7 @@ def _check_held_out(
     for version in (task, task.plain):
         if version is not None:
             asked = [version.prompt(example, *place) for example in examples for place in places]
+            asked, _ = count_leaky(asked, settings.drop_leaky)
             fitted += fit(settings, model.config, version, tokenizer, asked, generates)
     return fitted
 

@@ -111,6 +111,8 @@ class SearchSettings(TaskFlags):
     """Tokens to generate where something is (default: the task's)."""
     overlength: Overlength = "error"
     """What becomes of questions too long for the model's window: skip leaves them out at every position, and counts them."""
+    drop_leaky: bool = False
+    """Leave out questions whose gold answer is empty to the metric, or stands in what is beside the fact; they are counted."""
     seed: int = 0
     """One seed for examples and for the search."""
 

@@ -166,6 +166,7 @@ class MultipleChoice(Unmoved):
             options=options,
             cut=Cut(places[0], places[-1], places=tuple(places)),
             details={"subject": example.subject},
+            faults=_faults(example.row),
         )
 
     def score(self, output: str, prompt: Prompt) -> dict[str, float]:
@@ -175,6 +176,12 @@ class MultipleChoice(Unmoved):
     def _question(self, row: Row) -> str:
         choices = "".join(f"\n{letter}. {choice}" for letter, choice in zip(LETTERS, row.choices, strict=True))
         return row.question + choices + ANSWER[self.benchmark]
+
+
+def _faults(row: Row) -> tuple[str, ...]:
+    choices = [choice.strip() for choice in row.choices]
+    right = choices[LETTERS.index(row.answer)]
+    return ("gold_empty",) * (not right) + ("answer_in_distractors",) * (choices.count(right) > 1)
 
 
 def read_csv(path: Path) -> list[Row]:
