@@ -26,6 +26,7 @@ Letters: N prompts, L layers, n numbers a layer, E embedding, D head dim, Q ques
 
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -51,7 +52,7 @@ from lpes_jax.search.gradient import GradientSettings, Look, descend
 from lpes_jax.search.minibatches import Data, pack
 from lpes_jax.search.mixture import mixture_of
 from lpes_jax.search.plain_text import text_windows
-from lpes_jax.search.settings import scaled_layers, search_space
+from lpes_jax.search.settings import check_weights, scaled_layers, search_space
 from lpes_jax.statistics import paired_permutation_test
 from lpes_jax.tasks import make_task
 from lpes_jax.tasks import prompts as task_prompts
@@ -116,8 +117,7 @@ def main(s: Settings) -> None:
     """Run what is missing and write the tables."""
     if s.data_folder is not None and s.mixture is None:
         raise UserError("--data-folder is where the paths of --mixture start from; leave it out")
-    if len(s.weights) != len(s.search_positions):
-        raise UserError("--weights: give one number for each of --search-positions")
+    check_weights(s.weights, s.search_positions)
     used = settings_record(s, "controls", "counts", "seeds", "plain_prompt")
     targets = targets_of(replace(s, num_pairs=(*s.num_pairs, *s.other_pairs)))
     learnt: dict[str, tuple[Control, int, int]] = {
@@ -331,7 +331,7 @@ def _data_of_mixture(s: Settings, loaded: Loaded, seed: int) -> tuple[Data, Data
     places = [slots_of(task, s.search_positions if task.num_items > 1 else (0,)) for task in mixture.tasks]
     for part, of_task in zip(mixture.parts, places, strict=True):
         examples = part.task.examples("search", part.limit, seed)
-        prompts.append(search_prompts(settings, config, part.task, tokenizer, examples, of_task))
+        prompts.append(search_prompts(settings, config, part.task, tokenizer, examples, of_task, Counter()))
     everything = [prompt for of_task in prompts for prompt in of_task]
     encoded = task_prompts.encode(everything, tokenizer, config.max_position_embeddings)
     tokens = np.array([min(map(len, prompt.answers)) for prompt in encoded])

@@ -46,6 +46,7 @@ from lpes_jax.tasks import make_task
 from lpes_jax.tasks.data import content_id
 from lpes_jax.tasks.perplexity import Window, slide
 from lpes_jax.tasks.prompts import token_ids
+from lpes_jax.text_files import read_text
 
 PAIRS = (("LPES, PI", "PI, mean"), ("LPES, PI", "PI"), ("LPES, dynamic", "dynamic, mean"), ("LPES, dynamic", "dynamic"))
 NO_TEXT = ("book_sum_sort",)  # summaries in a random order
@@ -91,7 +92,7 @@ def texts_of(folder: Path) -> dict[str, str]:
             name = f"{benchmark.task} {benchmark.name}"
             found[name] = "\n\n".join(dict.fromkeys(example.document for example in examples))
     for path in sorted(folder.rglob("*.txt")):
-        found[path.stem] = path.read_text(encoding="utf-8")
+        found[path.stem] = read_text(path)
     return found
 
 

@@ -59,10 +59,21 @@ from lpes_jax.report.html import write_page
 from lpes_jax.report.plots import u_curve
 from lpes_jax.report.progress import SearchProgress
 from lpes_jax.report.tables import console, differences, markdown, position_table
+from lpes_jax.same_model import check_loaded
 from lpes_jax.scoring import Batch, OptionScorer, Scorer, batch_scores, pack_rows
 from lpes_jax.search.plain_text import text_windows
 from lpes_jax.tasks.flags import TaskFlags, task_of, title_of
-from lpes_jax.tasks.prompts import EncodedPrompt, Overlength, encode, fit, option_prompts
+from lpes_jax.tasks.leaks import count_leaky
+from lpes_jax.tasks.prompts import (
+    EncodedPrompt,
+    Overlength,
+    check_once,
+    check_positions,
+    encode,
+    fit,
+    option_prompts,
+    short_answers,
+)
 from lpes_jax.unfinished import Unfinished, outcome_of, record_of
 
 NAMES = (
@@ -95,6 +106,8 @@ class CompareSettings(TaskFlags):
     lpes; or all."""
     factors: Path | None = None
     """factors.json of a search, or the zoo's by name (MODEL/NAME): LPES, and PI as their mean."""
+    other_model: bool = False
+    """Take factors that were found for another model (other sizes, RoPE or tokenizer), as far as their shape fits."""
     router: Path | None = None
     """moice: a router that was trained before (default: one is trained, on --text)."""
     text: Path | None = None
@@ -122,6 +135,8 @@ class CompareSettings(TaskFlags):
     """Tokens to generate, where something is (default: the task's)."""
     overlength: Overlength = "error"
     """What becomes of questions too long for the model's window: skip leaves them out at every position, and counts them."""
+    drop_leaky: bool = False
+    """Leave out questions whose gold answer is empty to the metric, or stands in what is beside the fact; they are counted."""
     seed: int = 0
     """Seed of the examples."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -156,9 +171,12 @@ def run_comparison(settings: CompareSettings) -> dict[str, Any]:
     held_out = task.examples("test", settings.test_limit, settings.seed)
     found = None if settings.factors is None else LayerFactors.load(settings.factors)
     loaded = load(settings.model, settings.dtype)
+    factors_model = None
+    if found is not None:
+        factors_model = check_loaded(found, loaded, str(settings.factors), settings.other_model)
     kept = Unfinished(settings.output_path, _config(settings, loaded, found), settings.resume)
     with kept.interruptible():
-        record = _compared(settings, names, task, searched, held_out, loaded, found, kept, started)
+        record = _compared(settings, names, task, searched, held_out, loaded, found, factors_model, kept, started)
     kept.drop()
     return record
 
@@ -171,6 +189,7 @@ def _compared(
     held_out: Sequence[Any],
     loaded: Loaded,
     found: LayerFactors | None,
+    factors_model: dict[str, Any] | None,
     kept: Unfinished,
     started: float,
 ) -> dict[str, Any]:
@@ -187,6 +206,7 @@ def _compared(
         max_new_tokens=settings.max_new_tokens,
         stop_ids=loaded.stop_ids,
         overlength=settings.overlength,
+        drop_leaky=settings.drop_leaky,
         batch_size=settings.batch_size,
         on_outcome=lambda outcome: kept.keep("measured", outcome.candidate.name, record_of(outcome)),
     )
@@ -222,7 +242,8 @@ def _compared(
         outcomes = measured(candidates, earlier=earlier, on_prompts=progress.prompts)
         progress.note("timing")
         costs = _costs(loaded, outcomes[0].prompts[:_TIMED_PROMPTS], candidates, settings.repeats)
-    record = results_record(task, outcomes, places, _as_record(settings) | {"model_identity": loaded.identity}, started)
+    used = _as_record(settings) | {"model_identity": loaded.identity, "factors_model": factors_model}
+    record = results_record(task, outcomes, places, used, started)
     for name, figures in record["methods"].items():
         figures |= {
             "setting": tuned[name][0].setting,
@@ -253,6 +274,8 @@ def _names(settings: CompareSettings) -> tuple[str, ...]:
     for name in ("limit", "test_limit", "budget", "repeats", "router_steps", "channel_strings"):
         if getattr(settings, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(settings, name)}")
+    check_positions(settings.positions)
+    check_once(settings.metrics, "--metrics")
     if settings.methods == ("all",):
         return NAMES
     if unknown := [name for name in settings.methods if name not in NAMES]:
@@ -322,8 +345,9 @@ def _scorer(
 ) -> Scorer | OptionScorer | None:
     """What tunes settings; None where the task has no short answers to expect: then the first setting is taken."""
     window = loaded.model.config.max_position_embeddings
+    asked, _ = count_leaky([task.prompt(example, *place) for example in examples for place in places], settings.drop_leaky)
     prompts = fit(
-        [task.prompt(example, *place) for example in examples for place in places],
+        asked,
         loaded.tokenizer,
         window,
         max_prompt_tokens=task.max_prompt_tokens,
@@ -333,7 +357,7 @@ def _scorer(
         return OptionScorer(
             loaded.model, loaded.tokenizer, prompts, batch_size=settings.batch_size, individuals=settings.budget
         )
-    if not prompts or not all(prompt.answers for prompt in prompts):
+    if not prompts or not short_answers(prompts):
         return None
     return Scorer(
         loaded.model, encode(prompts, loaded.tokenizer, window), batch_size=settings.batch_size, individuals=settings.budget

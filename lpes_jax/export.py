@@ -36,6 +36,7 @@ from lpes_jax.models.llama.checkpoint import Checkpoint, load_llama, open_checkp
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.models.llama.tokenizer import load_tokenizer, stop_ids
 from lpes_jax.models.zoo import resolve
+from lpes_jax.same_model import check_model, facts
 from lpes_jax.tasks.prompts import token_ids
 
 _TORCH = Path(__file__).parent / "torch.py"
@@ -56,6 +57,8 @@ class ExportSettings:
     """A name in models/zoo, a folder in Hugging Face layout, a .gguf file, or a Hugging Face hub id."""
     factors: Path | None = None
     """factors.json of a search, or the zoo's by name (MODEL/NAME)."""
+    other_model: bool = False
+    """Take factors that were found for another model (other sizes, RoPE or tokenizer), as far as their shape fits."""
     output_path: Path = Path("runs/export")
     """Folder to write; it must not exist, or be empty."""
     to: Literal["hf"] = "hf"
@@ -69,8 +72,8 @@ class ExportSettings:
 def run_export(settings: ExportSettings) -> Path:
     """Write the folder and return its path.
 
-    It appears whole or not at all. Raises UserError where it is not empty, where the factors do not fit the model, and where
-    the model cannot be loaded.
+    It appears whole or not at all. Raises UserError where it is not empty, where the factors do not fit the model or are
+    another's, and where the model cannot be loaded.
     """
     target = settings.output_path
     if settings.factors is None:
@@ -81,8 +84,15 @@ def run_export(settings: ExportSettings) -> Path:
     source = resolve(settings.model)
     checkpoint = open_checkpoint(source)
     config = checkpoint.config
-    factors.for_model(config.num_layers, config.num_kv_heads, config.rotary_dim, str(settings.factors))
     tokenizer = load_tokenizer(source)
+    found_for = check_model(
+        factors,
+        config,
+        tokenizer=tokenizer,
+        sha256=checkpoint.sha256() if factors.model.get("sha256") else None,
+        other_model=settings.other_model,
+        where=str(settings.factors),
+    )
     ends = {} if source.is_dir() else {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": stop_ids(source, tokenizer)}
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +106,8 @@ def run_export(settings: ExportSettings) -> Path:
                 save_llama(model := load_llama(checkpoint, "float32"), folder)
                 shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors': for its owner alone
                 tokenizer.save_pretrained(folder)
-            _write_config(folder, factors, ends)
+            models = {"model": facts(config), "rope": config.rope.to_hf(), "found_for": found_for}
+            _write_config(folder, factors, ends, models)
             _let_transformers_4_read_the_tokenizer(folder)
             factors.save(folder / "factors.json")
             shutil.copyfile(_TORCH, folder / "lpes_torch.py")
@@ -136,8 +147,11 @@ def _let_transformers_4_read_the_tokenizer(folder: Path) -> None:
         write_json(path, names | config | {"tokenizer_class": "PreTrainedTokenizerFast"})
 
 
-def _write_config(folder: Path, factors: LayerFactors, more: dict[str, Any]) -> None:
-    """The config that lies there, with `more`, the factors, and its RoPE in the spelling of transformers 4 too."""
+def _write_config(folder: Path, factors: LayerFactors, more: dict[str, Any], models: dict[str, Any]) -> None:
+    """The config that lies there, with `more`, and its RoPE in the spelling of transformers 4 too.
+
+    The factors stand there with what they say of models: the one that is exported, and the one that they were found for.
+    """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | more
     if (rope := config.get("rope_parameters")) and not config.get("rope_scaling"):
         # Version 4 ignores rope_parameters, and would take a theta of 10,000.
@@ -146,7 +160,7 @@ def _write_config(folder: Path, factors: LayerFactors, more: dict[str, Any]) -> 
         if partial := rope.pop("partial_rotary_factor", None):
             config["partial_rotary_factor"] = partial
         config["rope_scaling"] = None if rope.get("rope_type", "default") == "default" else rope
-    config["lpes_factors"] = {"format": FORMAT, **factors.numbers}
+    config["lpes_factors"] = {"format": FORMAT, **factors.numbers, **models}
     write_json(folder / "config.json", config)
 
 

@@ -12,6 +12,7 @@ Format lpes-factors/1, which is read as well, has no gains and no null among its
 import hashlib
 import json
 import os
+import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,8 +22,9 @@ import numpy as np
 
 from lpes_jax.errors import UserError
 from lpes_jax.rope import GRANULARITIES, Granularity
+from lpes_jax.text_files import read_text
 
-FORMAT = "lpes-factors/2"
+FORMAT, APPLIES_TO = "lpes-factors/2", "position / factor"
 _FORMATS = ("lpes-factors/1", FORMAT)
 _RANK = {"layer": 1, "layer_band": 2, "layer_group": 2, "layer_group_band": 3}
 _ZOO = Path(__file__).parent / "models" / "zoo"
@@ -34,8 +36,8 @@ class LayerFactors:
 
     `factors` is `[L]`, `[L, bands]`, `[L, K]` or `[L, K, bands]`, as `granularity` says (`lpes_jax.rope.scale_layers`); an
     infinite one lets its frequency stand still. `gains`, of `gains_granularity` (left out: layer), multiply each frequency's
-    part of q . k (`lpes_jax.rope.RopeTable`); None: 1. The other fields record where they come from: the model (name,
-    num_layers, sha256), the curve, the model's RoPE, the search and its held-out evaluation.
+    part of q . k (`lpes_jax.rope.RopeTable`); None: 1. The other fields record where they come from: the model (name, sha256,
+    sizes and tokenizer: `lpes_jax.same_model`), the curve, the model's RoPE, the search and its held-out evaluation.
     """
 
     factors: np.ndarray
@@ -105,7 +107,7 @@ class LayerFactors:
         }
 
     def for_model(self, num_layers: int, num_kv_heads: int, head_dim: int, where: str = "factors") -> "LayerFactors":
-        """Itself, if it fits a model of these sizes; else UserError."""
+        """Itself, if its shape fits a model of these sizes (`head_dim`: the rotated part of a head); else UserError."""
         if self.num_layers != num_layers:
             raise UserError(
                 f"{where}: {self.num_layers} layers of factors, but the model has {num_layers}; use factors found for it"
@@ -127,14 +129,14 @@ class LayerFactors:
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the JSON file, whole or not at all."""
-        write_json(Path(path), {"format": FORMAT, "applies_to": "position / factor", **asdict(self), **self.numbers})
+        write_json(Path(path), {"format": FORMAT, "applies_to": APPLIES_TO, **asdict(self), **self.numbers})
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "LayerFactors":
         """Read a JSON file, or factors of the zoo by name: `MODEL/NAME`, or `NAME` where only one model has such.
 
         A name of the zoo always means the zoo's. Raises UserError where the file is missing, not JSON, of another format, or
-        holds unusable factors.
+        holds unusable factors. Whether they are those of a model: `lpes_jax.same_model`.
         """
         path = _zoo_file(Path(path)) or Path(path)
         record = read_json(path)
@@ -142,12 +144,17 @@ class LayerFactors:
             raise UserError(f"{path}: not a {FORMAT} file; give the factors.json that a search wrote")
         if "factors" not in record:
             raise UserError(f"{path}: factors are missing; give the factors.json that a search wrote")
+        if (applies_to := record.get("applies_to", APPLIES_TO)) != APPLIES_TO:
+            raise UserError(f"{path}: applies_to {applies_to!r:.60} is not supported; factors apply to {APPLIES_TO!r} here")
+        for name in ("model", "curve", "rope", "search", "evaluation"):
+            if not isinstance(record.get(name), dict | None):
+                raise UserError(f"{path}: {name} must be a JSON object, got {record[name]!r:.60}")
         try:
             new = record["format"] == FORMAT
             factors = _read(record["factors"], record.get("granularity", "layer"), nulls=new)
             others = ("granularity", "model", "curve", "rope", "search", "evaluation")
             others += ("gains", "gains_granularity") if new else ()
-            return cls(factors, **{name: record[name] for name in others if name in record})
+            return cls(factors, **{name: record[name] for name in others if record.get(name) is not None})
         except UserError as error:
             raise UserError(f"{path}: {error}") from error
 
@@ -166,9 +173,9 @@ def _zoo_file(name: Path) -> Path | None:
 def read_json(path: Path) -> Any:
     """The contents of a JSON file; UserError where it is missing or not JSON."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+        return json.loads(read_text(path))
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
     except ValueError as error:
         raise UserError(f"{path}: not a JSON file ({error})") from error
 

@@ -32,6 +32,7 @@ from lpes_jax.memory import tokens_that_fit, tokens_worth_it
 from lpes_jax.models.llama import load
 from lpes_jax.models.llama.method import of_table
 from lpes_jax.prefixes import padded, round_up
+from lpes_jax.same_model import check_loaded
 from lpes_jax.scoring import Scorer
 from lpes_jax.tasks.prompts import EncodedPrompt
 from lpes_jax.text_nll import token_nll
@@ -62,7 +63,8 @@ _GREEDY = ("do_sample", "temperature", "top_p", "top_k", "until", "max_gen_toks"
 class LayerFactorsLM(TemplateLM):
     """A model with factors for the harness.
 
-    pretrained: as every verb's `--model`. factors: a factors.json, or the zoo's by name. batch_size: requests a pass, `auto`
+    pretrained: as every verb's `--model`. factors: a factors.json, or the zoo's by name; other_model=True takes those that were
+    found for another model, as far as their shape fits. batch_size: requests a pass, `auto`
     (or None) by the device's memory. max_length: tokens of a request that the model sees at most (default: its window).
     add_bos_token: where the tokenizer's own habit is not wanted. max_batch_size and device, which the harness gives to every
     model, are left aside: JAX takes the device that it finds (JAX_PLATFORMS). Raises UserError as `load` and
@@ -81,14 +83,16 @@ class LayerFactorsLM(TemplateLM):
         max_gen_toks: int = 256,
         max_batch_size: int | None = None,
         device: str | None = None,
+        other_model: bool = False,
     ):
         super().__init__()
+        found = None if factors is None else LayerFactors.load(factors)
         loaded = load(pretrained, dtype)
         config = loaded.model.config
         self.tokenizer: Any = loaded.tokenizer
         self.max_gen_toks, self._loaded, self._model = max_gen_toks, loaded, loaded.model
-        self._factors = LayerFactors.uniform(1.0, config.num_layers) if factors is None else LayerFactors.load(factors)
-        self._factors.for_model(config.num_layers, config.num_kv_heads, config.rotary_dim, str(factors))
+        self._factors = LayerFactors.uniform(1.0, config.num_layers) if found is None else found
+        self._factors_model = None if found is None else check_loaded(found, loaded, str(factors), other_model)
         self.max_length = max_length or config.max_position_embeddings
         self._batch_size = None if batch_size is None or str(batch_size).startswith("auto") else int(batch_size)
         self._add_bos_token = add_bos_token
@@ -241,6 +245,7 @@ class LayerFactorsLM(TemplateLM):
             "model_dtype": identity["dtype"],
             "model_sha": identity["sha256"],
             "lpes_factors": self._factors.numbers,
+            "lpes_factors_model": self._factors_model,
         }
 
 

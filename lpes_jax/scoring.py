@@ -426,8 +426,14 @@ class OptionScorer:
         individuals: int | None = None,
     ):
         encoded = encode(option_prompts(prompts), tokenizer, model.config.max_position_embeddings)
-        self._scorer = Scorer(model, encoded, batch_size=batch_size, individuals=individuals)
         self._starts = np.cumsum([0, *(len(prompt.options) for prompt in prompts)])
+        for prompt, start, end in zip(prompts, self._starts[:-1], self._starts[1:], strict=True):
+            if len({tuple(option.answers[0]) for option in encoded[start:end]}) < end - start:
+                raise UserError(
+                    f"two of the options {', '.join(map(repr, prompt.options))} are the same tokens in this tokenizer, so that "
+                    "neither can be the likelier one; use the model's own tokenizer"
+                )
+        self._scorer = Scorer(model, encoded, batch_size=batch_size, individuals=individuals)
         self._gold = [prompt.options.index(prompt.answers[0]) for prompt in prompts]
         self.num_prompts = len(prompts)
         self.answer_tokens = np.ones(len(prompts), int)

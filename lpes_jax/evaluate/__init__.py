@@ -19,11 +19,12 @@ from lpes_jax.report.html import write_page
 from lpes_jax.report.plots import depth_by_length, u_curve
 from lpes_jax.report.progress import SearchProgress
 from lpes_jax.report.tables import console, differences, markdown, position_table
+from lpes_jax.same_model import check_loaded
 from lpes_jax.search.run_folder import check_processes
 from lpes_jax.tasks.chat import ChatTask
 from lpes_jax.tasks.flags import TaskFlags, task_of, title_of
 from lpes_jax.tasks.metrics import effective_length
-from lpes_jax.tasks.prompts import Overlength, checked_stop
+from lpes_jax.tasks.prompts import Overlength, check_once, check_positions, checked_stop
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class EvaluateSettings(TaskFlags):
     """Folder of the results."""
     factors: Path | None = None
     """factors.json of a search, or the zoo's by name (MODEL/NAME); measured beside the model as it is."""
+    other_model: bool = False
+    """Take factors that were found for another model (other sizes, RoPE or tokenizer), as far as their shape fits."""
     only_factors: bool = False
     """Leave out the model as it is and the plain prompts."""
 
@@ -65,6 +68,8 @@ class EvaluateSettings(TaskFlags):
     """Texts that end an output, besides the model's own end and the task's."""
     overlength: Overlength = "error"
     """What becomes of questions too long for the model's window: skip leaves them out at every position, and counts them."""
+    drop_leaky: bool = False
+    """Leave out questions whose gold answer is empty to the metric, or stands in what is beside the fact; they are counted."""
     lengths: tuple[int, ...] = ()
     """needle: tokens of a prompt, for a heat map of depth and length."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -92,10 +97,10 @@ def run_evaluation(settings: EvaluateSettings) -> list[Outcome]:
     if settings.task != "perplexity" and not settings.lengths:  # before the model is loaded: a bad file shows at once
         examples = task.examples(settings.split, settings.limit, settings.seed)
     loaded = load(settings.model, settings.dtype, make_mesh(settings.model_axis))
-    config = loaded.model.config
     candidates = [] if settings.only_factors else [Candidate(PLAIN, plain=True), Candidate(BASELINE)]
+    factors_model = None
     if factors is not None:
-        factors.for_model(config.num_layers, config.num_kv_heads, config.rotary_dim, str(settings.factors))
+        factors_model = check_loaded(factors, loaded, str(settings.factors), settings.other_model)
         candidates.append(Candidate("factors", factors))
     _check_processes(settings, loaded, factors)
     if settings.task == "perplexity":
@@ -105,7 +110,7 @@ def run_evaluation(settings: EvaluateSettings) -> list[Outcome]:
             return []
         _folder(settings)
         results |= {"data_sha256": content_sha256(Path(settings.data))} if settings.data else {}
-        write_json(settings.output_path / "results.json", results | _record(settings, loaded, None))
+        write_json(settings.output_path / "results.json", results | _record(settings, loaded, None, factors_model))
         return []
     chat = make_chat(
         loaded.tokenizer,
@@ -114,10 +119,11 @@ def run_evaluation(settings: EvaluateSettings) -> list[Outcome]:
         system_prompt=settings.system_prompt,
     )
     if settings.lengths:
-        return _by_length(settings, task, loaded, chat, candidates, started)
+        return _by_length(settings, task, loaded, chat, candidates, started, factors_model)
     places, outcomes = _measure(settings, task, examples, loaded, chat, candidates)
     if hosts.is_first():
-        results = evaluation.results_record(task, outcomes, places, _record(settings, loaded, chat), started)
+        config = _record(settings, loaded, chat, factors_model)
+        results = evaluation.results_record(task, outcomes, places, config, started)
         _write(settings, task, outcomes, places, results, loaded.identity["name"])
     return outcomes
 
@@ -127,8 +133,10 @@ def _check(settings: EvaluateSettings) -> None:
         raise UserError(f"--limit must be at least 1, got {settings.limit}")
     if settings.batch_size is not None and settings.batch_size < 1:
         raise UserError(f"--batch-size must be at least 1, got {settings.batch_size}")
-    if not (settings.slots or settings.positions):
-        raise UserError("--positions: give at least one position, in percent")
+    if not settings.slots:
+        check_positions(settings.positions)
+    for name in ("slots", "lengths", "metrics"):
+        check_once(getattr(settings, name), f"--{name}")
     if settings.only_factors and settings.factors is None:
         raise UserError("--only-factors needs --factors")
     if settings.lengths and settings.task != "needle":
@@ -179,6 +187,7 @@ def _measure(
             stop_ids=loaded.stop_ids,
             stop=settings.stop,
             overlength=settings.overlength,
+            drop_leaky=settings.drop_leaky,
             batch_size=settings.batch_size,
             on_prompts=progress.prompts,
         )
@@ -186,7 +195,13 @@ def _measure(
 
 
 def _by_length(
-    settings: EvaluateSettings, task: Any, loaded: Loaded, chat: Chat | None, candidates: Sequence[Candidate], started: float
+    settings: EvaluateSettings,
+    task: Any,
+    loaded: Loaded,
+    chat: Chat | None,
+    candidates: Sequence[Candidate],
+    started: float,
+    factors_model: dict[str, Any] | None,
 ) -> list[Outcome]:
     """The task at each length: a heat map of depth and length for each candidate, and the length up to which it holds."""
     by_length: dict[int, list[Outcome]] = {}
@@ -199,7 +214,8 @@ def _by_length(
     everything = [outcome for outcomes in by_length.values() for outcome in outcomes]
     if not hosts.is_first():
         return everything
-    record = evaluation.results_record(task, last, places, _record(settings, loaded, chat), started)
+    config = _record(settings, loaded, chat, factors_model)
+    record = evaluation.results_record(task, last, places, config, started)
     record["by_length"] = {length: evaluation.figures_of(outcomes, places) for length, outcomes in by_length.items()}
     record["effective_length"] = {}
     _folder(settings)
@@ -224,9 +240,11 @@ def _by_length(
     return everything
 
 
-def _record(settings: EvaluateSettings, loaded: Loaded, chat: Chat | None) -> dict[str, Any]:
+def _record(
+    settings: EvaluateSettings, loaded: Loaded, chat: Chat | None, factors_model: dict[str, Any] | None
+) -> dict[str, Any]:
     record = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(settings).items()}
-    return record | {"model_identity": loaded.identity, "chat": chat and chat.record}
+    return record | {"model_identity": loaded.identity, "factors_model": factors_model, "chat": chat and chat.record}
 
 
 def _folder(settings: EvaluateSettings) -> None:

@@ -151,4 +151,4 @@ def _check_factor(name: str, factor: float) -> None:
 
 
 def _fitted(name: str, factors: LayerFactors, config: LlamaConfig) -> LayerFactors:
-    return factors.for_model(config.num_layers, config.num_kv_heads, config.head_dim, name)
+    return factors.for_model(config.num_layers, config.num_kv_heads, config.rotary_dim, name)

@@ -13,7 +13,7 @@ import numpy as np
 from lpes_jax.curves import bezier_outline
 from lpes_jax.errors import UserError
 from lpes_jax.evaluation import BASELINE, PLAIN, results_record, rows, write_samples
-from lpes_jax.factors import write_json
+from lpes_jax.factors import LayerFactors, write_json
 from lpes_jax.mesh import make_mesh
 from lpes_jax.models.llama import Loaded, load
 from lpes_jax.models.llama.chat import make_chat
@@ -21,6 +21,7 @@ from lpes_jax.provenance import check_deterministic
 from lpes_jax.report.html import write_page
 from lpes_jax.report.plots import factors_by_layer, search_history, u_curve
 from lpes_jax.report.tables import by_task, console, differences, markdown, position_table
+from lpes_jax.same_model import check_loaded
 from lpes_jax.search.loop import SearchResult, search
 from lpes_jax.search.mixture import file_stem, mixture_of
 from lpes_jax.search.run_folder import RunFolder
@@ -49,6 +50,7 @@ def run_search(settings: SearchSettings, loaded: Loaded | None = None, measured:
         raise UserError("--task perplexity has no questions to search on; search on another task and evaluate on this one")
     tasks = tasks_of(settings, max_new_tokens=settings.max_new_tokens) if mixture is None else mixture.tasks
     titles = [title_of(settings, task) for task in tasks] if mixture is None else mixture.titles
+    start = None if settings.initial_factors is None else LayerFactors.load(settings.initial_factors)
     loaded = loaded or load(settings.model, settings.dtype, make_mesh(settings.model_axis))
     chat = make_chat(
         loaded.tokenizer,
@@ -62,6 +64,10 @@ def run_search(settings: SearchSettings, loaded: Loaded | None = None, measured:
     identity = loaded.identity | {"chat": chat and chat.record}
     of_mixture = mixture.record() if mixture else {}
     config = as_record(settings) | {"model_identity": identity} | ({"mixture": of_mixture} if mixture else {})
+    config = as_record(settings) | {"model_identity": identity}
+    if start is not None:
+        where = f"--initial-factors {settings.initial_factors}"
+        config["factors_model"] = check_loaded(start, loaded, where, settings.other_model)
 
     def finish(result: SearchResult, folder: RunFolder) -> SearchResult:
         records = [results_record(it.task, it.outcomes, it.places, config, started) for it in result.reports]

@@ -26,7 +26,7 @@ from lpes_jax.search.gradient import Apply, Look, Parameters, State, descend, in
 from lpes_jax.search.minibatches import Data, Examples, Share, by_length, pack, prompts_of_a_tree, shared_trees, sizes
 from lpes_jax.search.plain_text import split_windows
 from lpes_jax.search.settings import SearchSettings, genetic_settings, gradient_settings
-from lpes_jax.search.space import Space
+from lpes_jax.search.space import LEAST_GAP, Space
 from lpes_jax.search.strategies import RANDOM, run_strategy, strategy
 from lpes_jax.tasks import prompts as task_prompts
 from lpes_jax.tasks.prompts import EncodedPrompt, Prompt, Tokenizer
@@ -329,6 +329,12 @@ def box_parameters(settings: SearchSettings, space: Space) -> tuple[Parameters, 
     if settings.move_x:
         if settings.curve not in ("bezier", "linear"):
             raise UserError(f"--move-x: --curve {settings.curve} has no x to move; use bezier or linear")
+        x = jnp.asarray(space.x, jnp.float32)
+        if not np.allclose(space.in_order(x), x, atol=1e-5):
+            raise UserError(
+                f"--move-x keeps control points from the first scaled layer to the last, {LEAST_GAP} apart, and those of "
+                f"--initial-factors are at {' '.join(f'{value:g}' for value in space.x)}; leave --move-x out"
+            )
         parameters["x"] = jnp.asarray(space.x / last, jnp.float32)
 
     def project(parameters: Parameters) -> Parameters:

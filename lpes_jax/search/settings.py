@@ -4,7 +4,9 @@ settings = preset("quick", num_pairs=4)      # SearchSettings() is the preset `d
 """
 
 import difflib
+import math
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +25,7 @@ from lpes_jax.search.plain_text import DEFAULT_WINDOW
 from lpes_jax.search.space import Space
 from lpes_jax.tasks.flags import SETTINGS as TASK_SETTINGS
 from lpes_jax.tasks.flags import TaskFlags
-from lpes_jax.tasks.prompts import Overlength
+from lpes_jax.tasks.prompts import Overlength, check_once, check_positions
 
 Curve = Literal["bezier", "linear", "step", "free", "authors", "shared"]
 Fitness = Literal["accuracy", "log_likelihood", "metric"]
@@ -112,6 +114,8 @@ class SearchSettings(TaskFlags):
     """Tokens to generate where something is (default: the task's)."""
     overlength: Overlength = "error"
     """What becomes of questions too long for the model's window: skip leaves them out at every position, and counts them."""
+    drop_leaky: bool = False
+    """Leave out questions whose gold answer is empty to the metric, or stands in what is beside the fact; they are counted."""
     seed: int = 0
     """One seed for examples and for the search."""
 
@@ -138,6 +142,8 @@ class SearchSettings(TaskFlags):
     """Factor of every control point of the first individual (Eq. 8)."""
     initial_factors: Path | None = None
     """factors.json of another search to start from, in place of --initial-factor."""
+    other_model: bool = False
+    """Take factors that were found for another model (other sizes, RoPE or tokenizer), as far as their shape fits."""
     x_step: float = 1.0
     """Lattice of the control points' x, in layers; 0: continuous."""
     y_step: float = 0.05
@@ -252,19 +258,19 @@ def check(settings: SearchSettings) -> None:
     for name in ("batch_size", "population_chunk", "max_evaluations"):
         if (value := getattr(settings, name)) is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-    if not settings.positions:
-        raise UserError("--positions: give at least one position, in percent")
+    check_positions(settings.positions)
+    check_once(settings.metrics, "--metrics")
     check_chat(
         apply_chat_template=settings.apply_chat_template,
         prompt_form=settings.prompt_form,
         system_prompt=settings.system_prompt,
     )
-    weights = " ".join(map(str, settings.weights))
-    if len(settings.weights) != len(settings.search_positions) or not settings.weights:
-        places = " ".join(map(str, settings.search_positions))
-        raise UserError(f"--weights {weights}: give one number for each of --search-positions {places}")
-    if min(settings.weights) < 0 or abs(sum(settings.weights) - 1) > 1e-6:
-        raise UserError(f"--weights must be numbers from 0 that sum to 1, got {weights}")
+    check_weights(settings.weights, settings.search_positions)
+    for name, value in vars(settings).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"--{name.replace('_', '-')} must be a finite number, got {value}")
+    if settings.stay_close < 0:
+        raise UserError(f"--stay-close must be at least 0, got {settings.stay_close}")
     from lpes_jax.search.strategies import NAMES  # evosax wants devices at once: not before several processes have met
 
     if settings.algorithm not in ("ga", "gradient", *NAMES):
@@ -282,6 +288,17 @@ def check(settings: SearchSettings) -> None:
         raise UserError("--race: --fitness metric has individuals one by one generate text on all questions; leave --race out")
     if settings.max_evaluations is not None and settings.algorithm == "gradient":
         raise UserError("--max-evaluations counts individuals, which --algorithm gradient has none of; give --steps")
+
+
+def check_weights(weights: Sequence[float], positions: Sequence[int]) -> None:
+    """Raise UserError unless each of `--search-positions` has a weight, and the weights are shares of 1."""
+    check_positions(positions, "--search-positions")
+    shown = " ".join(map(str, weights))
+    if len(weights) != len(positions):
+        places = " ".join(map(str, positions))
+        raise UserError(f"--weights {shown}: give one number for each of --search-positions {places}")
+    if not (all(weight >= 0 for weight in weights) and abs(sum(weights) - 1) <= 1e-6):  # false for NaN, too
+        raise UserError(f"--weights must be numbers from 0 that sum to 1, got {shown}")
 
 
 def scaled_layers(settings: SearchSettings, num_layers: int) -> range:
@@ -334,7 +351,7 @@ def search_space(settings: SearchSettings, config: LlamaConfig, layers: range) -
     )
     if s.initial_factors is None:
         return space
-    return space.starting_from(LayerFactors.load(Path(s.initial_factors)), str(s.initial_factors))
+    return space.starting_from(LayerFactors.load(Path(s.initial_factors)), f"--initial-factors {s.initial_factors}")
 
 
 def genetic_settings(settings: SearchSettings, space: Space) -> GeneticSettings:
@@ -352,7 +369,15 @@ def genetic_settings(settings: SearchSettings, space: Space) -> GeneticSettings:
         values["max_change_x"] = 0.0
     if settings.initial_factors is not None:
         values["initial_points"] = tuple(map(tuple, np.stack([space.x, space.y], axis=1).tolist()))
-    return GeneticSettings(**values)
+    genetic = GeneticSettings(**values)
+    x = genetic.initial_genes[:, 0]
+    if settings.initial_factors is not None and not pinned and len(space.layers) > 1 and (np.diff(x) <= 0).any():
+        at = int(np.argmax(np.diff(x) <= 0))
+        raise UserError(
+            f"--initial-factors {settings.initial_factors}: the x {space.x[at]:g} and {space.x[at + 1]:g} are one place on the "
+            f"lattice of --x-step {settings.x_step:g}; give --x-step 0 (continuous)"
+        )
+    return genetic
 
 
 def gradient_settings(settings: SearchSettings) -> GradientSettings:

@@ -164,6 +164,7 @@ class KeyValue(Generation):
         lines = ",\n ".join(f'"{key}": "{value}"' for key, value in records)
         text = (QUERY_AWARE_TEMPLATE if self.query_aware else TEMPLATE).format(records=lines, key=key)
         forced = self.answer_opener or ""
+        others = "\0".join(part for at, record in enumerate(records) if at != slot for part in record)
         return Prompt(
             text=text + forced,
             answers=(value,) if forced else tuple(opener + value for opener in self.openers),
@@ -172,6 +173,7 @@ class KeyValue(Generation):
             position=own_position if position is None else position,
             slot=slot,
             num_items=self.num_pairs,
+            faults=_faults(value, others),
         )
 
     def score(self, output: str, prompt: Prompt) -> dict[str, float]:
@@ -230,18 +232,27 @@ class KeyValue(Generation):
             raise UserError(f"{where}: the key {repeated!r} stands there twice, so the question has no one answer; remove one")
         if (key, value) not in records:
             raise UserError(f"{where}: the pair asked for ({key!r}) is not among ordered_kv_records; add it or remove the line")
+        if not value.strip():
+            raise UserError(f"{where}: the value asked for is {value!r}, which every output holds; give it a value")
         if len(records) < self.num_pairs:
             raise UserError(f"{where}: {len(records)} pairs, but --num-pairs is {self.num_pairs}; use at most {len(records)}")
         others = [record for record in records if record[0] != key][: self.num_pairs - 1]
         kept = dict([(key, value), *others])
         pairs = [record for record in records if record[0] in kept]  # in the row's order
-        askable = [at for at, record in enumerate(pairs) if split_of(record[0]) == split_of(key)]
+        askable = [at for at, (other, text) in enumerate(pairs) if split_of(other) == split_of(key) and text.strip()]
         if len(askable) < self.queries_per_haystack:
             raise UserError(
-                f"{where}: only {len(askable)} of its keys are of the same split as the one asked for; "
+                f"{where}: only {len(askable)} of its keys are of the same split as the one asked for, and have a value; "
                 f"use --queries-per-haystack {len(askable)} or less"
             )
         return self._asked(pairs, pairs.index((key, value)), askable)
+
+
+def _faults(value: str, others: str) -> tuple[str, ...]:
+    """Of a question for `value`, beside whose pair stand the texts `others`."""
+    if not any(char.isalnum() for char in value):  # quotes and commas are in every output that goes on in JSON
+        return ("gold_empty",)
+    return ("answer_in_distractors",) if value.lower() in others.lower() else ()
 
 
 def _split(example: Example | Question) -> Split:

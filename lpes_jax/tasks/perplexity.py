@@ -13,6 +13,7 @@ The first 40 % of the file's tokens are for `search`, the others for `test`; win
 """
 
 import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ import numpy as np
 from lpes_jax.errors import UserError
 from lpes_jax.tasks.data import need_file
 from lpes_jax.tasks.prompts import Split, Tokenizer, token_ids
+from lpes_jax.text_files import OtherEncoding, read_text
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,8 @@ class Perplexity:
         """The first `count` full windows (None: all) of the split; a rest shorter than a window is left out."""
         assert self.data is not None
         try:
-            text = self.data.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            text = read_text(self.data)
+        except (OSError, EOFError, zlib.error, OtherEncoding, UnicodeDecodeError) as error:
             raise UserError(f"--data {self.data}: not readable as UTF-8 text ({error})") from error
         [ids] = token_ids(tokenizer, [text])
         bos = getattr(tokenizer, "bos_token_id", None)
