@@ -396,7 +396,7 @@ def figures_of(outcomes: Sequence[Outcome], places: Sequence[tuple[int, int]]) -
 
 def write_samples(path: Path, outcomes: Sequence[Outcome]) -> None:
     """`samples.jsonl`: one line a candidate and prompt. The same run writes the same bytes."""
-    with path.with_name(path.name + ".part").open("w", encoding="utf-8") as file:
+    with path.with_name(path.name + ".part").open("w", encoding="utf-8", errors="backslashreplace") as file:
         for outcome in outcomes:
             for at, prompt in enumerate(outcome.prompts):
                 sample: dict[str, Any] = {
