@@ -31,6 +31,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from lpes_jax import output
 from lpes_jax.cli import run_verb
 from lpes_jax.errors import UserError
 from lpes_jax.evaluation import (
@@ -43,7 +44,7 @@ from lpes_jax.evaluation import (
     slots_of,
     write_samples,
 )
-from lpes_jax.factors import LayerFactors, write_json
+from lpes_jax.factors import LayerFactors, write_json, write_text
 from lpes_jax.methods import Maker
 from lpes_jax.methods.attention_buckets import BASES, attention_buckets
 from lpes_jax.methods.hidden_channel import FACTORS, hidden_channel, positional_channels
@@ -58,7 +59,7 @@ from lpes_jax.provenance import content_sha256, environment
 from lpes_jax.report.html import write_page
 from lpes_jax.report.plots import u_curve
 from lpes_jax.report.progress import SearchProgress
-from lpes_jax.report.tables import console, differences, markdown, position_table
+from lpes_jax.report.tables import Grid, differences, markdown, position_table, show
 from lpes_jax.same_model import check_loaded
 from lpes_jax.scoring import Batch, OptionScorer, Scorer, batch_scores, pack_rows
 from lpes_jax.search.plain_text import text_windows
@@ -100,7 +101,9 @@ class CompareSettings(TaskFlags):
     model: str = "tiny-retriever"
     """A name in models/zoo, a folder in Hugging Face layout, a .gguf file, or a Hugging Face hub id."""
     output_path: Path = Path("runs/compare")
-    """Folder of the results."""
+    """Folder of the results (where it is not given and taken: runs/compare-2, ...)."""
+    overwrite: bool = False
+    """Replace the finished run of evaluate or compare in --output-path."""
     methods: tuple[str, ...] = ("all",)
     """baseline, uniform, pi, dynamic_ntk, ntk_by_base, yarn, attention_buckets, ms_poe, moice, self_extend, hidden_channel,
     lpes; or all."""
@@ -164,6 +167,7 @@ def run_comparison(settings: CompareSettings) -> dict[str, Any]:
     """
     started = time.time()
     names = _names(settings)
+    output.check(settings.output_path, "compare", overwrite=settings.overwrite, resume=settings.resume)
     task = task_of(settings, max_new_tokens=settings.max_new_tokens)
     if settings.task == "perplexity":
         raise UserError("--task perplexity has no positions to compare; use evaluate")
@@ -174,10 +178,11 @@ def run_comparison(settings: CompareSettings) -> dict[str, Any]:
     factors_model = None
     if found is not None:
         factors_model = check_loaded(found, loaded, str(settings.factors), settings.other_model)
-    kept = Unfinished(settings.output_path, _config(settings, loaded, found), settings.resume)
+    kept = Unfinished(settings.output_path, _config(settings, loaded, found), settings.resume, settings.overwrite)
     with kept.interruptible():
-        record = _compared(settings, names, task, searched, held_out, loaded, found, factors_model, kept, started)
+        record, shown = _compared(settings, names, task, searched, held_out, loaded, found, factors_model, kept, started)
     kept.drop()
+    show(*shown)
     return record
 
 
@@ -192,7 +197,8 @@ def _compared(
     factors_model: dict[str, Any] | None,
     kept: Unfinished,
     started: float,
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], list[Grid | str]]:
+    """`results.json`, which is written with all other files, and what to print."""
     places = slots_of(task, settings.positions if task.num_items > 1 else (0,))
     config, refused = loaded.model.config, {}
     measured = partial(
@@ -251,8 +257,7 @@ def _compared(
             **costs[name],
         }
     record |= {"refused": refused, "resumed": settings.resume}
-    _write(settings, loaded, title_of(settings, task), outcomes, places, record)
-    return record
+    return record, _write(settings, loaded, title_of(settings, task), outcomes, places, record)
 
 
 def _config(settings: CompareSettings, loaded: Loaded, found: LayerFactors | None) -> dict[str, Any]:
@@ -266,7 +271,7 @@ def _config(settings: CompareSettings, loaded: Loaded, found: LayerFactors | Non
 
 
 def _as_record(settings: CompareSettings) -> dict[str, Any]:
-    flags = {name: value for name, value in asdict(settings).items() if name != "resume"}
+    flags = {name: value for name, value in asdict(settings).items() if name not in ("resume", "overwrite")}
     return {name: str(value) if isinstance(value, Path) else value for name, value in flags.items()}
 
 
@@ -437,43 +442,36 @@ def _write(
     outcomes: Sequence[Any],
     places: Sequence[tuple[int, int]],
     record: dict[str, Any],
-) -> None:
-    folder = settings.output_path
-    _make(folder)
+) -> list[Grid | str]:
+    """Write the folder; what to print."""
     positions = [position for _, position in places]
     title = f"{loaded.identity['name']}, {what}, {len(outcomes[0].main)} held-out questions"
-    write_samples(folder / "samples.jsonl", outcomes)
-    write_json(folder / "results.json", record)
     curves = {outcome.candidate.name: (outcome.main.mean(axis=0).tolist(), len(outcome.main)) for outcome in outcomes}
-    picture = u_curve(folder / "positions", positions, curves, title)[1]
-    lines = ["| method | passes a token | ms a prompt | against baseline | memory (MiB) | setting |"]
-    lines.append("| --- | ---: | ---: | ---: | ---: | --- |")
+    header = ["method", "passes a token", "ms a prompt", "against baseline", "memory (MiB)", "setting"]
+    cells: list[list[str]] = []
     for name, it in record["methods"].items():
         memory = "-" if it["program_memory_bytes"] is None else f"{it['program_memory_bytes'] / 2**20:.0f}"
-        cost = f"{1000 * it['seconds_per_prompt']:.2f} | {it['seconds_against_baseline']:.2f}"
-        lines.append(f"| {name} | {it['passes_per_token']:g} | {cost} | {memory} | {it['setting'] or '-'} |")
-    lines += [f"\n{name}: left out. {reason}" for name, reason in record["refused"].items()]
-    table_rows, costs = rows(outcomes), "\n".join(lines)
+        seconds = [f"{1000 * it['seconds_per_prompt']:.2f}", f"{it['seconds_against_baseline']:.2f}"]
+        cells.append([name, f"{it['passes_per_token']:g}", *seconds, memory, it["setting"] or "-"])
+    left_out = [f"{name}: left out. {reason}" for name, reason in record["refused"].items()]
+    table = (header, ["---", *["---:"] * 4, "---"], *cells)
+    lines = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in table]
+    table_rows, costs = rows(outcomes), "\n".join([*lines, *(f"\n{line}" for line in left_out)])
     compared = differences(record["methods"])
     text = f"{title}\n\n{markdown(table_rows, positions)}\n\n{compared}\n\n{costs}\n"
-    (folder / "results.md").write_text(text, encoding="utf-8")
-    write_page(folder, "compare", f"Compare: {title}", settings, record, text, {"Accuracy by position": picture})
-    out = console()
-    out.print(position_table(table_rows, positions, title))
-    out.print(costs, highlight=False, soft_wrap=True, markup=False)
-    out.print(
-        f"p is against the baseline, over questions; results.md has it after Holm's correction for all {len(outcomes) - 1} "
-        f"comparisons, too. results: {folder}",
-        highlight=False,
-        soft_wrap=True,
-    )
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--output-path {folder}: cannot be written ({error.strerror})") from error
+    with output.staged(settings.output_path) as folder:
+        write_samples(folder / "samples.jsonl", outcomes)
+        picture = u_curve(folder / "positions", positions, curves, title)[1]
+        write_text(folder / "results.md", text)
+        write_page(folder, "compare", f"Compare: {title}", settings, record, text, {"Accuracy by position": picture})
+        write_json(folder / "results.json", record)
+    corrected = f"Holm's correction for all {len(outcomes) - 1} comparisons"
+    return [
+        position_table(table_rows, positions, title),
+        Grid("what it costs", header, cells),
+        *left_out,
+        f"p is against the baseline, over questions; results.md has it after {corrected}, too. results: {settings.output_path}",
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -437,7 +437,7 @@ def figures_of(outcomes: Sequence[Outcome], places: Sequence[tuple[int, int]]) -
 
 def write_samples(path: Path, outcomes: Sequence[Outcome], tasks: Sequence[str] = ()) -> None:
     """`samples.jsonl`: one line a candidate and prompt. The same run writes the same bytes. `tasks`: each outcome's."""
-    with path.with_name(path.name + ".part").open("w", encoding="utf-8") as file:
+    with path.with_name(path.name + ".part").open("w", encoding="utf-8", errors="backslashreplace") as file:
         for number, outcome in enumerate(outcomes):
             for at, prompt in enumerate(outcome.prompts):
                 sample: dict[str, Any] = ({"task": tasks[number]} if tasks else {}) | {

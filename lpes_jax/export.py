@@ -13,12 +13,13 @@ factors.json, lpes_torch.py, whose apply_layer_factors(model) puts the factors i
 `python OUT/lpes_torch.py` compares torch with. from_pretrained(OUT) alone gives the model without factors.
 """
 
+import contextlib
 import json
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +28,7 @@ import jax
 import jax.numpy as jnp
 from safetensors import SafetensorError
 
+from lpes_jax import output, process
 from lpes_jax.api import logits
 from lpes_jax.cli import run_verb
 from lpes_jax.errors import UserError
@@ -36,10 +38,11 @@ from lpes_jax.models.llama.checkpoint import Checkpoint, load_llama, open_checkp
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.models.llama.tokenizer import load_tokenizer, stop_ids
 from lpes_jax.models.zoo import resolve
+from lpes_jax.report.tables import show
 from lpes_jax.same_model import check_model, facts
 from lpes_jax.tasks.prompts import token_ids
 
-_TORCH = Path(__file__).parent / "torch.py"
+_TORCH, _THERE = Path(__file__).parent / "torch.py", "lpes_torch.py"
 _SUFFIXES = (".json", ".txt", ".model", ".jinja", ".md")  # of a model's files beside its weights
 _BEST, _NEW = 8, 8  # logits of a position, and new tokens, that the self-test compares
 _TEXT = """A long prompt is not read evenly. What stands at its begin and at its end is found again, and what stands between
@@ -60,7 +63,9 @@ class ExportSettings:
     other_model: bool = False
     """Take factors that were found for another model (other sizes, RoPE or tokenizer), as far as their shape fits."""
     output_path: Path = Path("runs/export")
-    """Folder to write; it must not exist, or be empty."""
+    """Folder to write; it must not exist, or be empty (where it is not given and taken: runs/export-2, ...)."""
+    overwrite: bool = False
+    """Replace the exported model in --output-path."""
     to: Literal["hf"] = "hf"
     """hf: for transformers on torch."""
     copy: bool = False
@@ -78,10 +83,14 @@ def run_export(settings: ExportSettings) -> Path:
     target = settings.output_path
     if settings.factors is None:
         raise UserError("--factors: give the factors.json of a search, or factors of the zoo by name (MODEL/NAME)")
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    output.check(target, "export", overwrite=settings.overwrite)
+    replaces = (target / _THERE).exists()
+    if target.exists() and any(target.iterdir()) and not replaces:
         raise UserError(f"--output-path {target}: exists and is not empty; give another, or remove it")
     factors = LayerFactors.load(settings.factors)
     source = resolve(settings.model)
+    if replaces and target.resolve() in (source.resolve(), *source.resolve().parents):
+        raise UserError(f"--output-path {target} holds the model that is to be exported; give another folder")
     checkpoint = open_checkpoint(source)
     config = checkpoint.config
     tokenizer = load_tokenizer(source)
@@ -96,7 +105,7 @@ def run_export(settings: ExportSettings) -> Path:
     ends = {} if source.is_dir() else {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": stop_ids(source, tokenizer)}
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as temporary:
+        with _temporary(target) as temporary:
             folder = Path(temporary) / "export"
             folder.mkdir()
             model = None
@@ -110,20 +119,37 @@ def run_export(settings: ExportSettings) -> Path:
             _write_config(folder, factors, ends, models)
             _let_transformers_4_read_the_tokenizer(folder)
             factors.save(folder / "factors.json")
-            shutil.copyfile(_TORCH, folder / "lpes_torch.py")
+            shutil.copyfile(_TORCH, folder / _THERE)
             (folder / "self_test.json").unlink(missing_ok=True)  # of a folder that was exported before
             if not settings.no_self_test:
                 recorded = _recorded(model or load_llama(checkpoint, "float32"), tokenizer, factors)
                 (folder / "self_test.json").write_text(json.dumps(recorded) + "\n", encoding="utf-8")
-            if target.exists():
-                target.rmdir()
-            os.rename(folder, target)
+            with process.unbroken():
+                if replaces:
+                    os.rename(target, Path(temporary) / "replaced")
+                elif target.exists():
+                    target.rmdir()
+                os.rename(folder, target)
     except (OSError, SafetensorError) as error:
         raise UserError(f"--output-path {target}: cannot be written ({' '.join(str(error).split())})") from error
-    print(f"exported: {target}")
-    if not settings.no_self_test:
-        print(f"try it where torch and transformers are: python {target / 'lpes_torch.py'}")
+    tried = [] if settings.no_self_test else [f"try it where torch and transformers are: python {target / _THERE}"]
+    show(f"exported: {target}", *tried)
     return target
+
+
+@contextlib.contextmanager
+def _temporary(target: Path) -> Iterator[str]:
+    """A folder beside `target`, which is removed in the end, also where a signal is that."""
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name[:32]}-") as folder:
+
+        def remove() -> None:
+            for _ in range(20):  # files may still be written there
+                shutil.rmtree(folder, ignore_errors=True)
+                if not os.path.exists(folder):
+                    break
+
+        with process.cleaning(remove):
+            yield folder
 
 
 def _take_files(checkpoint: Checkpoint, folder: Path, copy: bool) -> None:

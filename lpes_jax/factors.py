@@ -182,9 +182,14 @@ def read_json(path: Path) -> Any:
 
 def write_json(path: Path, record: Any) -> None:
     """Write JSON under a temporary name and rename it when it is on the disk, so that no reader ever sees half a file."""
-    temporary, text = path.with_name(path.name + ".part"), json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False)
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text + "\n")
+    write_text(path, json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a UTF-8 file likewise. A byte of a path that is no text is written as its escape, which JSON can read."""
+    temporary = path.with_name(path.name + ".part")
+    with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)

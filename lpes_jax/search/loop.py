@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -12,8 +11,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from lpes_jax import hosts
-from lpes_jax.errors import Interrupted, UserError
+from lpes_jax import hosts, process
+from lpes_jax.errors import UserError
 from lpes_jax.evaluation import BASELINE, PLAIN, Candidate, Outcome, default_metrics, evaluate, slots_of
 from lpes_jax.factors import LayerFactors, read_json, write_json
 from lpes_jax.models.llama.model import Llama
@@ -127,10 +126,11 @@ def search(
     of_mixture = {} if mixture is None else {"mixture": mixture.record()}
     record = _config(settings, model, identity, space, asked) | of_mixture
     check_processes(record, batch_size=settings.batch_size, population_chunk=settings.population_chunk)
-    with RunFolder(settings.output_path, record, settings.resume) as folder:
+    with RunFolder(settings.output_path, record, settings.resume, settings.overwrite) as folder:
         if folder.is_complete:
             return hosts.from_first(lambda: _as_left(folder))
-        try:
+        way_on = f"interrupted; what was scored is in {folder.path}: the same command with --resume goes on from there"
+        with process.saying(lambda: way_on):
             with SearchProgress(total) as progress:
                 with GracefulStop() as stop:
                     positions = [position for _, position in searched[0]]
@@ -205,9 +205,6 @@ def search(
             result = SearchResult(found, reports, points, selection)
             with folder.writing():
                 return finish(result, folder) if hosts.is_first() else result
-        except KeyboardInterrupt as interrupt:
-            way_on = f"interrupted; what was scored is in {folder.path}: the same command with --resume goes on from there"
-            raise Interrupted(getattr(interrupt, "number", signal.SIGINT), way_on) from None
 
 
 def _config(

@@ -94,7 +94,10 @@ class SearchSettings(TaskFlags):
     model: str = "tiny-retriever"
     """A name in models/zoo, a folder in Hugging Face layout, a .gguf file, or a Hugging Face hub id."""
     output_path: Path = Path("runs/search")
-    """Folder of the run: history.jsonl, factors.json, results.json, pictures."""
+    """Folder of the run: history.jsonl, factors.json, results.json, pictures (where it is not given and taken:
+    runs/search-2, ...)."""
+    overwrite: bool = False
+    """Drop the search in --output-path and begin anew."""
 
     apply_chat_template: bool = False
     """Ask in a chat, by the tokenizer's own chat template; the opener stands behind it."""
@@ -393,5 +396,5 @@ def as_record(settings: SearchSettings) -> dict[str, Any]:
     return {
         name: value
         for name, value in record.items()
-        if name not in ("output_path", "resume", "batch_size", "population_chunk", "model_axis")
+        if name not in ("output_path", "overwrite", "resume", "batch_size", "population_chunk", "model_axis")
     }
