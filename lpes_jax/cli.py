@@ -31,6 +31,7 @@ from lpes_jax import hosts, output, process
 from lpes_jax.compilation import keep_programs
 from lpes_jax.errors import Interrupted, UserError
 from lpes_jax.hosts import HostFlags
+from lpes_jax.limits import check_bounds
 from lpes_jax.memory import out_of_memory
 from lpes_jax.provenance import DETERMINISTIC
 
@@ -71,6 +72,7 @@ def run_verb(
     try:
         with _sigterm():
             flags, host_flags = _parse(defaults, manual, arguments, f"python -m lpes_jax.{name}", many_hosts)
+            check_bounds(flags)  # before processes wait for each other
             if getattr(flags, "deterministic", False):
                 _make_deterministic(arguments)
             hosts.start(host_flags)
@@ -86,12 +88,9 @@ def run_verb(
             return _fault()
         return fail(f"{error.filename or 'the results'}: cannot be written ({error.strerror}); make room, then start again")
     except jax.errors.JaxRuntimeError as error:
-        if not out_of_memory(error):
-            return _fault()
-        return fail(
-            "the device's memory is full; end what else runs there (nvidia-smi lists it), or set "
-            "XLA_PYTHON_CLIENT_PREALLOCATE=false to share it"
-        )
+        return _full_memory() if out_of_memory(error) else _fault()
+    except MemoryError:
+        return _full_memory()
     except KeyboardInterrupt as stop:
         return hosts.leave(128 + getattr(stop, "number", signal.SIGINT), str(stop) or "interrupted")
     except Exception:
@@ -99,6 +98,17 @@ def run_verb(
     finally:
         process.settle()
     return 0
+
+
+def _full_memory() -> int:
+    if jax.default_backend() != "gpu":
+        return fail(
+            "the memory is full; give smaller numbers (--batch-size, --limit, --population-size), or end what else runs"
+        )
+    return fail(
+        "the device's memory is full; end what else runs there (nvidia-smi lists it), or set "
+        "XLA_PYTHON_CLIENT_PREALLOCATE=false to share it"
+    )
 
 
 def _fault() -> int:

@@ -45,6 +45,7 @@ from lpes_jax.evaluation import (
     write_samples,
 )
 from lpes_jax.factors import LayerFactors, write_json, write_text
+from lpes_jax.limits import check_bounds
 from lpes_jax.methods import Maker
 from lpes_jax.methods.attention_buckets import BASES, attention_buckets
 from lpes_jax.methods.hidden_channel import FACTORS, hidden_channel, positional_channels
@@ -224,7 +225,7 @@ def _compared(
                 if choice.maker is not None:
                     choice.maker(config, config.max_position_embeddings)
         except UserError as error:
-            if settings.methods != ("all",):
+            if "all" not in settings.methods:
                 raise
             choices.pop(name, None)
             refused[name] = str(error)
@@ -276,13 +277,13 @@ def _as_record(settings: CompareSettings) -> dict[str, Any]:
 
 
 def _names(settings: CompareSettings) -> tuple[str, ...]:
-    for name in ("limit", "test_limit", "budget", "repeats", "router_steps", "channel_strings"):
-        if getattr(settings, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(settings, name)}")
+    check_bounds(settings)
     check_positions(settings.positions)
     check_once(settings.metrics, "--metrics")
-    if settings.methods == ("all",):
+    if set(settings.methods) == {"all"}:
         return NAMES
+    if "all" in settings.methods:
+        raise UserError(f"--methods {' '.join(settings.methods)}: all names every method; give it alone, or leave it out")
     if unknown := [name for name in settings.methods if name not in NAMES]:
         raise UserError(f"--methods {unknown[0]!r} is not known; the methods are: all, {', '.join(NAMES)}")
     return tuple(dict.fromkeys((BASELINE, *settings.methods)))

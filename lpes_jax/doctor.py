@@ -29,6 +29,7 @@ from lpes_jax import compilation, process
 from lpes_jax.api import logits
 from lpes_jax.cli import run_verb
 from lpes_jax.errors import UserError
+from lpes_jax.limits import check_bounds
 from lpes_jax.models.llama import Loaded, load
 from lpes_jax.models.llama.attention import runs_on_cudnn
 from lpes_jax.models.llama.checkpoint import Checkpoint, open_checkpoint, save_llama
@@ -74,8 +75,7 @@ def run_doctor(settings: DoctorSettings) -> list[Check]:
 
     Raises UserError where the model cannot be loaded, and where torch is asked for and missing.
     """
-    if settings.num_tokens < 8:
-        raise UserError(f"--num-tokens must be at least 8, got {settings.num_tokens}")
+    check_bounds(settings)
     if settings.compare_with_transformers:
         _torch()
     checkpoint = open_checkpoint(resolve(settings.model))

@@ -34,6 +34,7 @@ from lpes_jax.cli import run_verb
 from lpes_jax.errors import UserError
 from lpes_jax.factors import FORMAT, LayerFactors, write_json
 from lpes_jax.generation import generate_ids
+from lpes_jax.limits import check_bounds
 from lpes_jax.models.llama.checkpoint import Checkpoint, load_llama, open_checkpoint, save_llama
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.models.llama.tokenizer import load_tokenizer, stop_ids
@@ -80,6 +81,7 @@ def run_export(settings: ExportSettings) -> Path:
     It appears whole or not at all. Raises UserError where it is not empty, where the factors do not fit the model or are
     another's, and where the model cannot be loaded.
     """
+    check_bounds(settings)
     target = settings.output_path
     if settings.factors is None:
         raise UserError("--factors: give the factors.json of a search, or factors of the zoo by name (MODEL/NAME)")

@@ -105,7 +105,7 @@ def generate_ids(
         // whole
         // len(method.tables.inv_freq)
     )
-    of_device = batch_size or max(1, min(math.ceil(len(prompts) / places), at_once))
+    of_device = min(batch_size or max(1, at_once), math.ceil(len(prompts) / places))
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     width, compilation = longest, tokens_of_a_compilation(model)
     outputs: list[list[int]] = [[] for _ in prompts]

@@ -165,7 +165,7 @@ class LayerFactorsLM(TemplateLM):
             return []
         width = round_up(max(map(len, windows)))
         at_once = min(tokens_that_fit(self._model, width, min(width, _CHUNK)), tokens_worth_it(self._model, width)) // width
-        size = self._batch_size or max(1, min(at_once, len(windows)))
+        size = min(self._batch_size or max(1, at_once), len(windows))
         order = sorted(range(len(windows)), key=lambda at: len(windows[at]))
         nlls: list[tuple[int, np.ndarray]] = []
         for start in range(0, len(order), size):

@@ -11,6 +11,7 @@ from lpes_jax.errors import UserError
 from lpes_jax.evaluate.perplexity import measure_perplexity
 from lpes_jax.evaluation import BASELINE, PLAIN, Candidate, Outcome
 from lpes_jax.factors import LayerFactors, write_json, write_text
+from lpes_jax.limits import check_bounds
 from lpes_jax.mesh import make_mesh
 from lpes_jax.models.llama import Loaded, load
 from lpes_jax.models.llama.chat import Chat, PromptForm, check_chat, make_chat
@@ -133,10 +134,7 @@ def run_evaluation(settings: EvaluateSettings) -> list[Outcome]:
 
 
 def _check(settings: EvaluateSettings) -> None:
-    if settings.limit < 1:
-        raise UserError(f"--limit must be at least 1, got {settings.limit}")
-    if settings.batch_size is not None and settings.batch_size < 1:
-        raise UserError(f"--batch-size must be at least 1, got {settings.batch_size}")
+    check_bounds(settings)
     if not settings.slots:
         check_positions(settings.positions)
     for name in ("slots", "lengths", "metrics"):

@@ -61,7 +61,8 @@ def text_nlls(
 ) -> list[Float[np.ndarray, "T"]]:
     """-log p of each token of each window. `batch_size` is windows a pass and device."""
     mesh = mesh_of(model)
-    batch_size *= 1 if mesh is None else mesh.shape["population"]
+    places = 1 if mesh is None else mesh.shape["population"]
+    batch_size = min(batch_size, -(-len(windows) // places)) * places
     longest = max(len(window.ids) for window in windows)
     method = of_table(model.config.rope_table(longest, candidate.factors))
     if candidate.method is not None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from lpes_jax.errors import UserError
 from lpes_jax.factors import LayerFactors
+from lpes_jax.limits import check_bounds, check_individuals
 from lpes_jax.models.llama.chat import PromptForm, check_chat
 from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.rope import Granularity
@@ -255,12 +256,10 @@ def preset_values(name: str, algorithm: str, *, mixture: bool = False) -> dict[s
 
 def check(settings: SearchSettings) -> None:
     """Raise UserError for what cannot be, as far as that is known without the model."""
-    for name, least in (("limit", 1), ("test_limit", 1), ("generations", 0), ("uniform_candidates", 1)):
-        if getattr(settings, name) < least:
-            raise UserError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(settings, name)}")
-    for name in ("batch_size", "population_chunk", "max_evaluations"):
-        if (value := getattr(settings, name)) is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    check_bounds(settings)
+    if settings.algorithm != "gradient" and settings.max_evaluations is None:
+        of_generation = settings.mutations + 2 * settings.crossovers
+        check_individuals(settings.population_size + settings.generations * of_generation)
     check_positions(settings.positions)
     check_once(settings.metrics, "--metrics")
     check_chat(
@@ -331,12 +330,14 @@ def search_space(settings: SearchSettings, config: LlamaConfig, layers: range) -
         units += (config.num_kv_heads,)
     if "band" in granularity:
         units += (bands,)
-    count = {"free": len(layers), "shared": half}.get(s.curve, s.control_points or 4)
+    count = {"free": len(layers), "shared": half}.get(s.curve, 4 if s.control_points is None else s.control_points)
     if s.curve in ("free", "shared"):
         what = f"a layer, {count}" if s.curve == "free" else f"a dimension, {count}"
         if s.control_points not in (None, count):
             raise UserError(f"--curve {s.curve} has one control point {what}; leave --control-points out")
-    elif not 2 <= count <= max(len(layers), 2):
+    elif len(layers) < 2:
+        raise UserError(f"--curve {s.curve} runs over the scaled layers, and there is only one; use --curve free")
+    elif not 2 <= count <= len(layers):
         raise UserError(f"--control-points must be from 2 to the number of scaled layers, {len(layers)}, got {count}")
     if s.curve == "shared":
         if units:

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from lpes_jax.errors import UserError
+from lpes_jax.limits import check_bounds, check_text_size
 from lpes_jax.tasks.data import content_id, json_rows, split_of, take
 from lpes_jax.tasks.metrics import substring
 from lpes_jax.tasks.prompts import Generation, Prompt, Split
@@ -98,13 +99,10 @@ class KeyValue(Generation):
     name: ClassVar[str] = "kv"
 
     def __post_init__(self):
-        if self.num_pairs < 1:
-            raise UserError(f"--num-pairs must be at least 1, got {self.num_pairs}")
+        check_bounds(self)
         if self.key_length is not None:
             if self.data is not None:
                 raise UserError("--key-length is for generated pairs; leave it out with --data")
-            if self.key_length < 1:
-                raise UserError(f"--key-length must be at least 1, got {self.key_length}")
             if 16**self.key_length < self.num_pairs:
                 raise UserError(
                     f"--key-length {self.key_length} gives only {16**self.key_length} distinct keys for --num-pairs "
@@ -148,6 +146,10 @@ class KeyValue(Generation):
         if self.data is None:
             if count is None or count < 0:
                 raise UserError(f"--limit must not be negative, got {count}" if count else "generated pairs need a --limit")
+            item = f"--num-pairs {self.num_pairs}"
+            check_text_size(
+                count, item, self.num_pairs * (2 * (self.key_length or 36) + 8), "--limit, --num-pairs or --key-length"
+            )
             haystacks = [self._generate(split, index, seed) for index in range(-(-count // self.queries_per_haystack))]
             return [example for haystack in haystacks for example in haystack][:count]
         return take(self._read(self.data), split, count, _split, self.data)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from lpes_jax.errors import UserError
+from lpes_jax.limits import check_bounds
 from lpes_jax.tasks.data import content_id, json_rows, need_file, split_of, take
 from lpes_jax.tasks.metrics import ROUGE, exam_letters, exam_score, f1, rouge, says_nothing
 from lpes_jax.tasks.prompts import Cut, Generated, Prompt, Split, Unmoved, continuation
@@ -104,6 +105,7 @@ class LEval(Unmoved, Generated):
     name: ClassVar[str] = "l_eval"
 
     def __post_init__(self):
+        check_bounds(self)
         if self.subset not in SUBSETS:
             raise UserError(f"--subset {self.subset!r} is not of L-Eval; its tasks here are: {', '.join(SUBSETS)}")
         need_file(self.data, SOURCE)

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 from lpes_jax.errors import UserError
+from lpes_jax.limits import check_bounds
 from lpes_jax.tasks.data import content_id, json_rows, need_file, split_of, take
 from lpes_jax.tasks.metrics import FirstLine, best_subspan_em, contains, f1, first_line, normalise
 from lpes_jax.tasks.prompts import Generation, Prompt, Split
@@ -123,9 +124,8 @@ class MultiDocumentQA(Generation):
     name: ClassVar[str] = "mdqa"
 
     def __post_init__(self):
+        check_bounds(self)
         need_file(self.data, SOURCE)
-        if self.num_documents < 1:
-            raise UserError(f"--num-documents must be at least 1, got {self.num_documents}")
         if self.query_aware and self.random_order:
             raise UserError("--query-aware and --random-order: lost-in-the-middle has no prompt with both; leave one out")
         if not 1 <= self.queries_per_haystack <= max(1, self.num_documents - 1):

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from lpes_jax.errors import UserError
+from lpes_jax.limits import check_bounds
 from lpes_jax.tasks.data import content_id, split_of, take
 from lpes_jax.tasks.prompts import Cut, Prompt, Split, Unmoved, check_once
 from lpes_jax.tasks.prompts import position as position_of
@@ -87,8 +88,7 @@ class MultipleChoice(Unmoved):
 
     def __post_init__(self):
         object.__setattr__(self, "name", self.benchmark)
-        if self.num_shots < 0:
-            raise UserError(f"--num-shots must not be negative, got {self.num_shots}")
+        check_bounds(self)
         if self.data is None:
             raise UserError(f"--data is needed: a folder with dev/ and {self._part}/; {SOURCE[self.benchmark]}")
         if not (self.data / self._part).is_dir():

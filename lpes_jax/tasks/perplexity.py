@@ -22,6 +22,7 @@ from typing import ClassVar
 import numpy as np
 
 from lpes_jax.errors import UserError
+from lpes_jax.limits import check_bounds
 from lpes_jax.tasks.data import need_file
 from lpes_jax.tasks.prompts import Split, Tokenizer, token_ids
 from lpes_jax.text_files import OtherEncoding, read_text
@@ -46,10 +47,9 @@ class Perplexity:
     name: ClassVar[str] = "perplexity"
 
     def __post_init__(self):
+        check_bounds(self)
         need_file(self.data, "any text file in UTF-8")
-        if self.window < 2:
-            raise UserError(f"--window must be at least 2 tokens, got {self.window}")
-        if self.stride is not None and not 1 <= self.stride <= self.window:
+        if self.stride is not None and self.stride > self.window:
             raise UserError(f"--stride {self.stride} must be from 1 to --window {self.window}")
 
     def windows(self, tokenizer: Tokenizer, split: Split = "test", count: int | None = None) -> list[Window]:

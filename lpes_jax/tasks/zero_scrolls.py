@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from lpes_jax.errors import UserError
+from lpes_jax.limits import check_bounds
 from lpes_jax.tasks.data import content_id, json_rows, need_file, split_of, take
 from lpes_jax.tasks.metrics import ROUGE, choice, concordance, exponential_similarity, f1, percentage, rouge, says_nothing
 from lpes_jax.tasks.prompts import Cut, Generated, Prompt, Split, Unmoved, continuation
@@ -69,6 +70,7 @@ class ZeroScrolls(Unmoved, Generated):
     name: ClassVar[str] = "zero_scrolls"
 
     def __post_init__(self):
+        check_bounds(self)
         if self.subset not in METRICS:
             raise UserError(f"--subset {self.subset!r} is not of ZeroSCROLLS; its tasks here are: {', '.join(METRICS)}")
         need_file(self.data, SOURCE)
