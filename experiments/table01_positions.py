@@ -155,7 +155,7 @@ def results_of(settings: CompareSettings) -> dict[str, Any]:
     """The results of a finished comparison. Raises UserError where its settings were others."""
     results = read_json(settings.output_path / "results.json")
     wanted = json.loads(json.dumps(asdict(settings), default=str))
-    for name in sorted(wanted.keys() - {"output_path", "batch_size", "resume"}):
+    for name in sorted(wanted.keys() - {"output_path", "batch_size", "resume", "overwrite"}):
         if (ran := results["config"].get(name)) != wanted[name]:
             raise UserError(
                 f"{settings.output_path} was run with {name}={ran!r}, not {wanted[name]!r}; give the same flags or another "

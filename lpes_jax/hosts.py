@@ -36,6 +36,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from lpes_jax.errors import UserError
+from lpes_jax.limits import check_bounds
 
 _HEARTBEAT = 40  # seconds without a sign of life after which JAX gives a process up
 _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # seconds, seconds, times
@@ -103,19 +104,16 @@ def start(flags: HostFlags) -> None:
 
 def check(flags: HostFlags) -> bool:
     """Do the flags name other processes? Raises UserError where they clash."""
+    check_bounds(flags)
     three = {name: getattr(flags, name) for name in ("coordinator_address", "num_processes", "process_id")}
     missing = ["--" + name.replace("_", "-") for name, value in three.items() if value is None]
     count, address = flags.num_processes or 0, flags.coordinator_address or ""
-    if flags.start_timeout < 1:
-        raise UserError(f"--start-timeout must be at least 1 second, got {flags.start_timeout}")
     if flags.distributed and len(missing) < 3:
         raise UserError("--distributed finds the processes by itself; leave out --coordinator-address and what goes with it")
     if 0 < len(missing) < 3:
         raise UserError(f"--coordinator-address, --num-processes and --process-id go together; add {' and '.join(missing)}")
     if not missing:
-        if count < 1:
-            raise UserError(f"--num-processes must be at least 1, got {count}")
-        if not 0 <= (flags.process_id or 0) < count:
+        if (flags.process_id or 0) >= count:
             raise UserError(f"--process-id {flags.process_id}: {count} processes have ids from 0 to {count - 1}")
         match = re.fullmatch(r"[^:\s]+:(\d{1,5})", address)
         if match is None or not 0 < int(match[1]) < 65536:

@@ -26,7 +26,7 @@ from lpes_jax.search.gradient import Apply, Look, Parameters, State, descend, in
 from lpes_jax.search.minibatches import Data, Examples, Share, by_length, pack, prompts_of_a_tree, shared_trees, sizes
 from lpes_jax.search.plain_text import split_windows
 from lpes_jax.search.settings import SearchSettings, genetic_settings, gradient_settings
-from lpes_jax.search.space import Space
+from lpes_jax.search.space import LEAST_GAP, Space
 from lpes_jax.search.strategies import RANDOM, run_strategy, strategy
 from lpes_jax.tasks import prompts as task_prompts
 from lpes_jax.tasks.prompts import EncodedPrompt, Prompt, Tokenizer
@@ -137,7 +137,7 @@ class Gradient:
         self.parameters, self.project, self.values = box_parameters(settings, space)
 
     def run(self, model: Llama, tokenizer: Tokenizer, prompts: Sequence[Sequence[Prompt]], fitness: Fitness) -> None:
-        train, held_back, longest = self._data(model, tokenizer, prompts, fitness)
+        train, held_back, longest = self.data(model, tokenizer, prompts, fitness.groups, fitness.weights)
         self.sizes = sizes(train, held_back, self.gradient.minibatch_size)
         apply = factors_applied(self.space, self.values, model.config.rope_table(longest))
         folder = fitness.folder
@@ -200,18 +200,23 @@ class Gradient:
             on_look=on_look,
         )
 
-    def _data(
-        self, model: Llama, tokenizer: Tokenizer, prompts: Sequence[Sequence[Prompt]], fitness: Fitness
+    def data(
+        self,
+        model: Llama,
+        tokenizer: Tokenizer,
+        prompts: Sequence[Sequence[Prompt]],
+        groups: Sequence[Group],
+        own_weights: Sequence[float],
     ) -> tuple[Data, Data, int]:
         """What is learnt from, what is held back (the last questions and windows), and the tokens of the longest prompt.
 
         Where prompts share trees, those of a haystack are on one side. Prompts of different lengths are packed in few shapes.
         """
-        kept_share, of_look, groups = self.gradient.validation_share, self.gradient.minibatch_size, fitness.groups
+        kept_share, of_look = self.gradient.validation_share, self.gradient.minibatch_size
         share, of_step = self.gradient.weights_in == "loss", prompts_of_a_tree(of_look)
         train, held_back, longest = _Packs(groups), _Packs(groups), 0
         for number, of_task in enumerate(prompts):
-            weights = groups[number].weights if groups else fitness.weights
+            weights = groups[number].weights if groups else own_weights
             places = len(weights)
             questions = len(of_task) // places
             kept = math.ceil(kept_share * questions)
@@ -324,6 +329,12 @@ def box_parameters(settings: SearchSettings, space: Space) -> tuple[Parameters, 
     if settings.move_x:
         if settings.curve not in ("bezier", "linear"):
             raise UserError(f"--move-x: --curve {settings.curve} has no x to move; use bezier or linear")
+        x = jnp.asarray(space.x, jnp.float32)
+        if not np.allclose(space.in_order(x), x, atol=1e-5):
+            raise UserError(
+                f"--move-x keeps control points from the first scaled layer to the last, {LEAST_GAP} apart, and those of "
+                f"--initial-factors are at {' '.join(f'{value:g}' for value in space.x)}; leave --move-x out"
+            )
         parameters["x"] = jnp.asarray(space.x / last, jnp.float32)
 
     def project(parameters: Parameters) -> Parameters:

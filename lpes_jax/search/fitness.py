@@ -9,6 +9,7 @@ a part of the examples. Letters: P population, L layers, N prompts, U units of a
 import itertools
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -31,6 +32,7 @@ from lpes_jax.search.run_folder import RunFolder
 from lpes_jax.search.settings import SearchSettings
 from lpes_jax.search.stop import BudgetSpent, GracefulStop
 from lpes_jax.tasks import prompts as task_prompts
+from lpes_jax.tasks.leaks import count_leaky
 from lpes_jax.tasks.prompts import Prompt, Task
 
 Trace = Callable[[int, Float[np.ndarray, "L *units"], Granularity], int | str | None]  # (prompt, factors, granularity) -> layer
@@ -402,16 +404,24 @@ def groups_of(
 
 
 def search_prompts(
-    settings: SearchSettings, config: LlamaConfig, task: Task, tokenizer: Any, examples: Sequence[Any], places
+    settings: SearchSettings,
+    config: LlamaConfig,
+    task: Task,
+    tokenizer: Any,
+    examples: Sequence[Any],
+    places: Sequence[tuple[int, int]],
+    counts: Counter[str],
 ) -> list[Prompt]:
-    """The prompts that a task's search examples are scored on, question by question.
+    """The prompts that a task's search examples are scored on, question by question; `counts` gets those of `count_leaky`.
 
     Raises UserError where the task cannot be scored in the way that is asked for.
     """
     by_text = settings.fitness == "metric" and task.decided_by == "generation"
     prompts = [task.prompt(example, *place) for example in examples for place in places]
+    prompts, of_task = count_leaky(prompts, settings.drop_leaky)
+    counts.update(of_task)
     prompts = fit(settings, config, task, tokenizer, prompts, by_text)
-    if not by_text and not all(prompt.answers for prompt in prompts):
+    if not by_text and not task_prompts.short_answers(prompts):
         wanted = "--algorithm gradient" if settings.algorithm == "gradient" else f"--fitness {settings.fitness}"
         raise UserError(f"{wanted}: --task {task.name} has no short answers to expect; use --fitness metric")
     return prompts

@@ -40,6 +40,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from lpes_jax.errors import UserError
+from lpes_jax.limits import check_bounds
 from lpes_jax.mesh import BY_POPULATION, EVERYWHERE, make_mesh, mesh_of, on_one_device, over_population, put, put_model, to_host
 from lpes_jax.models.llama.method import of_table
 from lpes_jax.models.llama.model import Llama
@@ -74,16 +75,7 @@ class GradientSettings:
     max_text_loss_rise: float | None = None
 
     def __post_init__(self):
-        counts = {"steps": 1, "minibatch_size": 1, "look_every": 1, "patience": 0, "text_weight": 0, "text_minibatch": 1}
-        for name, least in counts.items():
-            if not getattr(self, name) >= least:
-                raise UserError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}")
-        if not self.learning_rate > 0:
-            raise UserError(f"--learning-rate must be above 0, got {self.learning_rate}")
-        if not 0 < self.validation_share < 1:
-            raise UserError(f"--validation-share must be between 0 and 1, got {self.validation_share}")
-        if self.max_text_loss_rise is not None and not self.max_text_loss_rise >= 0:
-            raise UserError(f"--max-text-loss-rise must be at least 0, got {self.max_text_loss_rise}")
+        check_bounds(self)
 
 
 class Look(NamedTuple):

@@ -2,8 +2,8 @@
 
 import contextlib
 import hashlib
-import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,14 +11,15 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from lpes_jax import hosts
-from lpes_jax.errors import Interrupted, UserError
+from lpes_jax import hosts, process
+from lpes_jax.errors import UserError
 from lpes_jax.evaluation import BASELINE, PLAIN, Candidate, Outcome, default_metrics, evaluate, slots_of
 from lpes_jax.factors import LayerFactors, read_json, write_json
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.provenance import content_sha256, environment, prompts_sha256
 from lpes_jax.report.progress import SearchProgress
 from lpes_jax.rope import Granularity
+from lpes_jax.same_model import facts
 from lpes_jax.search.fitness import Fitness, Group, fit, groups_of, make_scorer, search_prompts
 from lpes_jax.search.mixture import Mixture
 from lpes_jax.search.non_finite import first_bad_layer
@@ -27,6 +28,7 @@ from lpes_jax.search.settings import SearchSettings, as_record, scaled_layers, s
 from lpes_jax.search.space import Space
 from lpes_jax.search.stop import BudgetSpent, GracefulStop
 from lpes_jax.tasks import prompts as task_prompts
+from lpes_jax.tasks.leaks import count_leaky
 from lpes_jax.tasks.prompts import Prompt, Task, token_ids
 
 _HELD_OUT = 5  # candidates of the held-out report: plain, baseline, uniform, pi, lpes
@@ -97,11 +99,12 @@ def search(
     searched = [slots_of(task, settings.search_positions if task.num_items > 1 else (0,)) for task in tasks]
     if mixture is None and len({(len(places), task.decided_by) for places, task in zip(searched, tasks, strict=True)}) > 1:
         raise UserError("tasks with and without positions, or with and without options, are searched on together in a Mixture")
+    counts: Counter[str] = Counter()
     prompts, held_out, asked_later = [], [], []
     for at, task in enumerate(tasks):
         with told[at]():
             examples = task.examples("search", limits[at][0], settings.seed)
-            prompts.append(search_prompts(settings, config, task, tokenizer, examples, searched[at]))
+            prompts.append(search_prompts(settings, config, task, tokenizer, examples, searched[at], counts))
             held_out.append(task.examples("test", limits[at][1], settings.seed))
             asked_later += _check_held_out(settings, model, tokenizer, task, held_out[at], reported[at], metrics[at])
             if mixture is not None:  # what merges or is too long is said of its task
@@ -123,10 +126,11 @@ def search(
     of_mixture = {} if mixture is None else {"mixture": mixture.record()}
     record = _config(settings, model, identity, space, asked) | of_mixture
     check_processes(record, batch_size=settings.batch_size, population_chunk=settings.population_chunk)
-    with RunFolder(settings.output_path, record, settings.resume) as folder:
+    with RunFolder(settings.output_path, record, settings.resume, settings.overwrite) as folder:
         if folder.is_complete:
             return hosts.from_first(lambda: _as_left(folder))
-        try:
+        way_on = f"interrupted; what was scored is in {folder.path}: the same command with --resume goes on from there"
+        with process.saying(lambda: way_on):
             with SearchProgress(total) as progress:
                 with GracefulStop() as stop:
                     positions = [position for _, position in searched[0]]
@@ -144,7 +148,7 @@ def search(
                 found = LayerFactors(
                     np.array(best["factors"]),
                     granularity=space.granularity,
-                    model=identity,
+                    model=identity | facts(config, tokenizer),
                     curve={"type": settings.curve, "control_points": points, "layers": [layers[0], layers[-1]]},
                     rope=config.rope.to_hf(),
                     search={
@@ -158,6 +162,7 @@ def search(
                         "evaluations": fitness.evaluations,
                         "evaluations_of_algorithm": budget,
                         "prompts_scored": fitness.prompts_scored,
+                        "search_questions": dict(counts),
                         "uniform": uniform,
                         "seconds": round(time.time() - started, 3),
                         **environment(),
@@ -184,6 +189,7 @@ def search(
                             max_new_tokens=settings.max_new_tokens,
                             stop_ids=stop_ids,
                             overlength=settings.overlength,
+                            drop_leaky=settings.drop_leaky,
                             batch_size=settings.batch_size,
                             on_prompts=progress.prompts,
                             measured=measured,
@@ -194,14 +200,11 @@ def search(
                         tasks, held_out, reported, metrics, mixture.titles if mixture else [""] * len(tasks), strict=True
                     )
                 ]
-            selection = _selection(settings, fitness, reports)
+            selection = _selection(settings, fitness, reports) | {"search_questions": dict(counts)}
             points = None if points is None else np.array(points)
             result = SearchResult(found, reports, points, selection)
             with folder.writing():
                 return finish(result, folder) if hosts.is_first() else result
-        except KeyboardInterrupt as interrupt:
-            way_on = f"interrupted; what was scored is in {folder.path}: the same command with --resume goes on from there"
-            raise Interrupted(getattr(interrupt, "number", signal.SIGINT), way_on) from None
 
 
 def _config(
@@ -307,6 +310,7 @@ def _check_held_out(
     for version in (task, task.plain):
         if version is not None:
             asked = [version.prompt(example, *place) for example in examples for place in places]
+            asked, _ = count_leaky(asked, settings.drop_leaky)
             fitted += fit(settings, model.config, version, tokenizer, asked, generates)
     if generates:
         new_tokens = settings.max_new_tokens or task.max_new_tokens

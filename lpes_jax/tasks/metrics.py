@@ -104,6 +104,11 @@ def corpus_rouge(scores: Sequence[Mapping[str, float]]) -> float:
     return math.prod(sum(score[kind] for score in scores) / len(scores) for kind in ROUGE) ** (1 / 3)
 
 
+def says_nothing(gold: str, metric: str) -> bool:
+    """Whether a gold answer is empty by the normalisation of `f1` or `rouge`: then no output has anything in common with it."""
+    return not (re.search("[a-z0-9]", gold.lower()) if metric == "rouge" else normalise(gold))
+
+
 def exponential_similarity(output: str, gold: str) -> float:
     """SpaceDigest: 2^(-|difference| / 10) of the first percentages in the texts; 0 where the output has none."""
     said, right = percentage(output), percentage(gold)

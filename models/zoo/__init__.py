@@ -9,6 +9,7 @@ Each folder here is a zoo model: README.md (its card) and model.json (where the 
                    be, in the names of `LlamaConfig`, and another model under that id is refused
 """
 
+import glob
 import hashlib
 import json
 import os
@@ -19,14 +20,17 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from lpes_jax.errors import UserError
 
 _HERE = Path(__file__).parent
-_HUB_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.model", "merges.txt", "*.jinja"]
+# What a hub model is made of: `hub_files` takes the weights of them that belong together.
+_HUB_FILES = ["*.json", "model.safetensors", "model-*.safetensors", "tokenizer*", "*.model", "merges.txt", "*.jinja"]
+_INDEX = "model.safetensors.index.json"
 
 
 def names() -> list[str]:
@@ -149,9 +153,36 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def hub_files(files: Sequence[str], index: str | None = None) -> list[str]:
+    """Which files of a hub model to fetch, sorted: its weights, and the settings and tokenizers at its top.
+
+    files: the names of all its files. index: what is in its model.safetensors.index.json, which names the weights; a model
+    without one has them in model.safetensors. Other copies of the weights stay where they are (consolidated.safetensors, the
+    folders of other formats). Raises UserError, without the model's name, where the weights are not among the files.
+    """
+    if index is None:
+        weights = {"model.safetensors"}
+    else:
+        try:
+            weights = {str(file) for file in json.loads(index)["weight_map"].values()}
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            raise UserError(f"its {_INDEX} has no weight_map of tensor names to file names") from error
+    if missing := sorted(weights - set(files)):
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        there = ", ".join(file for file in files if file.endswith(".safetensors"))
+        raise UserError(f"the hub has no {', '.join(missing[:3])}{more} of it (of safetensors: {there:.200})")
+    settings = {
+        file
+        for file in files
+        if fnmatch(file, "additional_chat_templates/*.jinja")
+        or ("/" not in file and not file.endswith(".safetensors") and any(fnmatch(file, kind) for kind in _HUB_FILES))
+    }
+    return sorted(weights | settings)
+
+
 def _from_hub(model_id: str, subject: str) -> Path:
     """The folder of a hub model, downloaded where it is not cached; `subject` begins the errors."""
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import HfApi, hf_hub_download, snapshot_download
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     try:
@@ -168,17 +199,22 @@ def _from_hub(model_id: str, subject: str) -> Path:
                 f"{subject}, and the hub does not answer; connect to the network once, or pass a model folder, a .gguf file "
                 f"or a zoo model ({', '.join(names())})"
             ) from error
-    if not any(file.rfilename.endswith(".safetensors") for file in info.siblings or []):
+    files = [sibling.rfilename for sibling in info.siblings or []]
+    if not any(file.endswith(".safetensors") for file in files):
         raise UserError(
             f"{subject}, and the hub has no safetensors of it (pickled weights are never opened); convert it once with "
             "transformers' save_pretrained and pass that folder, or pass a .gguf file of it"
         )
     try:
-        return Path(snapshot_download(model_id, allow_patterns=_HUB_FILES))
+        index = Path(hf_hub_download(model_id, _INDEX, revision=info.sha)).read_text("utf-8") if _INDEX in files else None
+        wanted = hub_files(files, index)
+        return Path(snapshot_download(model_id, allow_patterns=[glob.escape(name) for name in wanted]))
     except GatedRepoError as error:
         raise UserError(
             f"{subject}, and the hub gives it only to those who have access; ask for it on the model's page, then hf auth login"
         ) from error
+    except UserError as error:
+        raise UserError(f"{subject}, and {error}; convert it once with save_pretrained, or pass a .gguf file of it") from error
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{model_id}: the download from the hub failed ({reason}); try again") from error
