@@ -23,6 +23,7 @@ from lpes_jax.same_model import facts
 from lpes_jax.search.fitness import Fitness, Group, fit, groups_of, make_scorer, search_prompts
 from lpes_jax.search.mixture import Mixture
 from lpes_jax.search.non_finite import first_bad_layer
+from lpes_jax.search.plain_text import check_windows
 from lpes_jax.search.run_folder import RunFolder, check_processes
 from lpes_jax.search.settings import SearchSettings, as_record, scaled_layers, search_space
 from lpes_jax.search.space import Space
@@ -90,6 +91,8 @@ def search(
     layers = scaled_layers(settings, config.num_layers)
     space = search_space(settings, config, layers)
     algorithm = make_algorithm(settings, space)
+    if settings.algorithm == "gradient" and (settings.text_weight or settings.max_text_loss_rise is not None):
+        check_windows(settings.text_window, config.max_position_embeddings)
     mixture, tasks = (tasks, tasks.tasks) if isinstance(tasks, Mixture) else (None, tasks)
     limits = [(part.limit, part.test_limit) for part in mixture.parts] if mixture else [(settings.limit, settings.test_limit)]
     limits = limits if mixture else limits * len(tasks)

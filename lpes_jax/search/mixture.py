@@ -19,6 +19,7 @@ data or in other forms. What is wrong is said in one line with the file, the blo
 
 import re
 import tomllib
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,14 +28,17 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lpes_jax.errors import UserError
+from lpes_jax.limits import BOUNDS, Bound, check_number, check_path
 from lpes_jax.provenance import content_sha256
 from lpes_jax.tasks import TASKS, settings_of
 from lpes_jax.tasks.flags import LENGTHS, SETTINGS, TaskFlags, given, make_tasks
 from lpes_jax.tasks.prompts import Task
 from lpes_jax.tasks.ranged import Ranged
+from lpes_jax.text_files import read_text
 
 GENERATED = ("kv", "needle")  # tasks that need no file
 _OWN = {"limit": int, "test_limit": int, "weight": int | float}
+_WEIGHT = Bound(0, 1e9, "beside the other tasks' weights", above=True)
 _WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", Path: "a path as text"}
 
 
@@ -157,14 +161,12 @@ def _from_file(flags: TaskFlags, path: Path, limit: int, test_limit: int, more: 
         where = f"--mixture {path}, block {number}"
         name, own, settings = _read(block, where, folder)
         where = f"{where} ({name})"
-        for key in ("limit", "test_limit"):
-            if own.get(key, 1) < 1:
-                raise UserError(f"{where}: {key} must be at least 1, got {own[key]}")
-        weight = float(own.get("weight", 1.0))
-        if not 0 < weight < float("inf"):
-            raise UserError(f"{where}: weight must be a number above 0, got {weight}")
+        for key, value in own.items():
+            check_number(
+                f"{where}: {key}", value, _WEIGHT if key == "weight" else BOUNDS[key], float if key == "weight" else int
+            )
         sizes = own.get("limit", limit), own.get("test_limit", test_limit)
-        _add(parts, name, settings, *sizes, weight, where, more)
+        _add(parts, name, settings, *sizes, float(own.get("weight", 1.0)), where, more)
     return Mixture(tuple(parts))
 
 
@@ -220,14 +222,14 @@ def _title(name: str, task: Any, settings: Mapping[str, Any]) -> str:
 
 def _blocks(path: Path) -> list[dict[str, Any]]:
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+        content = tomllib.loads(read_text(path))
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"--mixture {path}: not TOML ({error})") from error
+    except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(
             f"--mixture {path}: cannot be read ({reason}); give a TOML file with a block [[task]] a task"
         ) from error
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"--mixture {path}: not TOML ({error})") from error
     if others := [key for key in content if key != "task"]:
         raise UserError(f"--mixture {path}: {others[0]} is no part of it; it has blocks [[task]] alone")
     blocks = content.get("task", [])
@@ -256,6 +258,8 @@ def _read(block: dict[str, Any], where: str, folder: Path) -> tuple[str, dict[st
             raise UserError(f"{where} ({name}): {key} is no key of it; it has: task, {', '.join([*_OWN, *known])}")
         try:
             values[setting] = _typed(value, hint, folder)
+            if isinstance(values[setting], Path):
+                check_path(f"{where} ({name}): {key} = ", values[setting])
         except TypeError:
             raise UserError(f"{where} ({name}): {key} = {value!r} must be {_words(hint)}") from None
     settings = {key: value for key, value in values.items() if key not in _OWN and value is not False}

@@ -61,15 +61,10 @@ def split_windows(
     model writes the longest, and the shorter are their beginnings. Raises UserError as `text_windows`, for lengths beyond the
     model's window, and for too little text to hold a part back.
     """
-    window = model.config.max_position_embeddings
-    several = sorted(lengths) if isinstance(lengths, tuple) else [lengths]
-    flag = f"--text-window {' '.join(map(str, several))}"
-    if not several or several[0] < 2 or len(set(several)) < len(several):
-        raise UserError(f"{flag}: give one length from 2 tokens on, or several, each once")
-    if several[-1] > window and several != [DEFAULT_WINDOW]:
-        raise UserError(f"{flag}: the model's window is {window} tokens; give lengths up to that")
+    several = check_windows(lengths, model.config.max_position_embeddings)
+    most = 256 if len(several) == 1 else most_windows(several[-1])
     train, held_back, border = [], [], None
-    written = None if text is not None else text_windows(None, model, tokenizer, seed, several[-1], most_windows(several[-1]))
+    written = None if text is not None else text_windows(None, model, tokenizer, seed, several[-1], most)
     for length in reversed(several):
         if len(several) == 1:
             windows = text_windows(text, model, tokenizer, seed, length) if written is None else written
@@ -86,6 +81,17 @@ def split_windows(
         train.append(rest)
         held_back.append(kept)
     return train[::-1], held_back[::-1]
+
+
+def check_windows(lengths: int | tuple[int, ...], window: int) -> list[int]:
+    """The lengths, shortest first. Raises UserError for what they cannot be, of a model with this window."""
+    several = sorted(lengths) if isinstance(lengths, tuple) else [lengths]
+    flag = f"--text-window {' '.join(map(str, several))}"
+    if not several or several[0] < 2 or len(set(several)) < len(several):
+        raise UserError(f"{flag}: give one length from 2 tokens on, or several, each once")
+    if several[-1] > window and several != [DEFAULT_WINDOW]:
+        raise UserError(f"{flag}: the model's window is {window} tokens; give lengths up to that")
+    return several
 
 
 def most_windows(length: int) -> int:
