@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, replace
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
@@ -138,16 +138,17 @@ def fail(message: str) -> int:
 @contextlib.contextmanager
 def _output_path(flags: Flags, arguments: Sequence[str]) -> Iterator[Flags]:
     """The flags, with a folder of their own where the user names none: a new one, or with --resume the one written to last."""
-    folder = getattr(flags, "output_path", None)
-    if not is_dataclass(flags) or folder is None or value_of("--output-path", arguments) is not None:
+    folder: Path | None = getattr(flags, "output_path", None)
+    with_folder: Any = flags
+    if folder is None or value_of("--output-path", arguments) is not None:
         yield flags
     elif getattr(flags, "resume", False) or getattr(flags, "overwrite", False):
         chosen = hosts.from_first(lambda: output.latest(folder))
-        yield replace(flags, output_path=chosen)
+        yield replace(with_folder, output_path=chosen)
     else:
         with contextlib.ExitStack() as stack:
             chosen = hosts.from_first(lambda: stack.enter_context(output.reserved(folder)))
-            yield replace(flags, output_path=chosen)
+            yield replace(with_folder, output_path=chosen)
 
 
 @contextlib.contextmanager
@@ -213,8 +214,20 @@ def _parse(defaults: Flags, manual: str, arguments: Sequence[str], prog: str, ma
     if parsed is None:
         with _columns(max(40, shutil.get_terminal_size().columns)):  # with very few tyro finds no end
             return parse()  # once more, for the terminal: prints the help, and ends
-    for field in fields(type(defaults)):  # pyright: ignore[reportArgumentType]
-        flag = "--" + field.name.replace("_", "-")
-        if isinstance(getattr(parsed[0], field.name), Path) and value_of(flag, arguments) == "":
-            raise UserError(f"{flag}: give a path, not an empty text")
+    _check_paths(parsed[0], arguments)
     return parsed
+
+
+def _check_paths(flags: Any, arguments: Sequence[str]) -> None:
+    """Raise UserError for a flag's path that is empty (Python takes that for the working directory) or longer than can be."""
+    for field in fields(flags):
+        flag, path = "--" + field.name.replace("_", "-"), getattr(flags, field.name)
+        if not isinstance(path, Path):
+            continue
+        if value_of(flag, arguments) == "":
+            raise UserError(f"{flag}: give a path, not an empty text")
+        try:
+            os.lstat(path)
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                raise UserError(f"{flag} {path}: {error.strerror}; give another path") from error

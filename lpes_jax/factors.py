@@ -165,7 +165,7 @@ def _zoo_file(name: Path) -> Path | None:
     found = [key for key in zoo if name.as_posix() in (key, key.partition("/")[2])]
     if len(found) > 1:
         raise UserError(f"factors {name} are there for several models; say which: {', '.join(found)}")
-    if not found and not name.suffix and not name.exists():
+    if not found and not name.suffix and not os.path.exists(name):
         raise UserError(f"{name}: no such factors.json, and no factors of the zoo; it has: {', '.join(zoo)}")
     return zoo[found[0]] if found else None
 

