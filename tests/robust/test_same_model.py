@@ -75,7 +75,7 @@ def rope(kind: str, **keys: Any) -> RopeParameters:
         ({"rope": RopeParameters(10_001.0)}, "rope_theta 10000.0, here 10001.0"),
         ({"rope": rope("linear", factor=4.0)}, "rope_type 'default', here 'linear'"),
         ({"rope": rope("dynamic", factor=2.0)}, "rope_type 'default', here 'dynamic'"),
-        ({"rope": rope("yarn", factor=2.0, rope_theta=7e4)}, "rope_theta 10000.0, here 70000.0; rope_type 'default', here 'yarn'"),
+        ({"rope": rope("yarn", factor=2, rope_theta=700)}, "rope_theta 10000.0, here 700.0; rope_type 'default', here 'yarn'"),
     ],
 )  # fmt: skip
 def test_sizes_and_rope(tiny_config, changes, words):
