@@ -35,7 +35,7 @@ from lpes_jax.errors import UserError
 from lpes_jax.factors import FORMAT, LayerFactors, write_json
 from lpes_jax.generation import generate_ids
 from lpes_jax.limits import check_bounds
-from lpes_jax.models.llama.checkpoint import Checkpoint, load_llama, open_checkpoint, save_llama
+from lpes_jax.models.llama.checkpoint import Checkpoint, is_tied, load_llama, open_checkpoint, save_llama
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.models.llama.tokenizer import load_tokenizer, stop_ids
 from lpes_jax.models.zoo import resolve
@@ -44,6 +44,9 @@ from lpes_jax.same_model import check_model, facts
 from lpes_jax.tasks.prompts import token_ids
 
 _TORCH, _THERE = Path(__file__).parent / "torch.py", "lpes_torch.py"
+_TOKENIZER = "tokenizer.json"
+# Left out where tokenizer.json is: what they say is in it and in tokenizer_config.json, and readers that find them go by them.
+_OLDER_TOKENIZER_FILES = ("special_tokens_map.json", "added_tokens.json", "tekken.json")
 _SUFFIXES = (".json", ".txt", ".model", ".jinja", ".md")  # of a model's files beside its weights
 _BEST, _NEW = 8, 8  # logits of a position, and new tokens, that the self-test compares
 _TEXT = """A long prompt is not read evenly. What stands at its begin and at its end is found again, and what stands between
@@ -116,9 +119,10 @@ def run_export(settings: ExportSettings) -> Path:
             else:
                 save_llama(model := load_llama(checkpoint, "float32"), folder)
                 shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors': for its owner alone
+            if not source.is_dir() or (source / _TOKENIZER).exists():
                 tokenizer.save_pretrained(folder)
             models = {"model": facts(config), "rope": config.rope.to_hf(), "found_for": found_for}
-            _write_config(folder, factors, ends, models)
+            _write_config(folder, factors, ends | {"tie_word_embeddings": is_tied(checkpoint)}, models)
             _let_transformers_4_read_the_tokenizer(folder)
             factors.save(folder / "factors.json")
             shutil.copyfile(_TORCH, folder / _THERE)
@@ -156,8 +160,10 @@ def _temporary(target: Path) -> Iterator[str]:
 
 def _take_files(checkpoint: Checkpoint, folder: Path, copy: bool) -> None:
     """The weights of a Hugging Face folder as links or copies, and copies of what stands beside them."""
+    left = _OLDER_TOKENIZER_FILES if (checkpoint.path / _TOKENIZER).exists() else ()
     for file in sorted(checkpoint.path.iterdir()):
-        if file.is_file() and (file.suffix in _SUFFIXES or file.name.startswith(("LICENSE", "NOTICE"))):
+        named = file.suffix in _SUFFIXES or file.name.startswith(("LICENSE", "NOTICE"))
+        if file.is_file() and named and file.name not in left:
             shutil.copyfile(file, folder / file.name)
     for file in checkpoint.weight_files():
         if copy:
@@ -167,12 +173,27 @@ def _take_files(checkpoint: Checkpoint, folder: Path, copy: bool) -> None:
 
 
 def _let_transformers_4_read_the_tokenizer(folder: Path) -> None:
-    """The class that transformers 5 writes has another name in 4, and there by default hands the model token types."""
+    """tokenizer_config.json as transformers 4 and 5 read it: the folder's tokenizer.json is what runs in both.
+
+    The class that 5 writes has another name in 4, and there by default hands the model token types. 4 takes a list of special
+    tokens for `extra_special_tokens` as an error, and changes the `add_prefix_space` of a pre-tokenizer to what it finds here.
+    """
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    for key in ("is_local", "local_files_only"):  # of how it was read here
+        config.pop(key, None)
+    if isinstance(tokens := config.get("extra_special_tokens"), list):
+        config["extra_special_tokens"] = {}  # a dict of tokens by their names, as 4 writes it
+        older = config.get("additional_special_tokens") or []
+        config["additional_special_tokens"] = older + [token for token in tokens if token not in older]
     if config.get("tokenizer_class") == "TokenizersBackend":
-        names = {"model_input_names": ["input_ids", "attention_mask"]}
-        write_json(path, names | config | {"tokenizer_class": "PreTrainedTokenizerFast"})
+        config = {"model_input_names": ["input_ids", "attention_mask"]} | config
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        words = json.loads((folder / _TOKENIZER).read_text(encoding="utf-8")).get("pre_tokenizer") or {}
+        if "add_prefix_space" in words:
+            config["add_prefix_space"] = words["add_prefix_space"]
+    if config:
+        write_json(path, config)
 
 
 def _write_config(folder: Path, factors: LayerFactors, more: dict[str, Any], models: dict[str, Any]) -> None:
