@@ -6,7 +6,7 @@ input gives the same SVG. Colours are Okabe and Ito's, which colour-blind reader
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib
 import numpy as np
@@ -26,6 +26,9 @@ ROWS = {
     "layer_group": "KV group",
     "layer_group_band": "KV group (in each: frequency bands, fastest below)",
 }
+
+
+_MEANING = {"factor": "factor s (positions are divided by it)", "gain": "gain (q . k is multiplied by it)"}
 
 
 def u_curve(
@@ -107,19 +110,21 @@ def factors_by_layer(
     title: str,
     granularity: Granularity = "layer",
     layers: tuple[int, int] | None = None,
+    what: Literal["factor", "gain"] = "factor",
 ) -> tuple[Path, Path]:
-    """The factor of each layer as points, or finer factors (`[L, bands]`, `[L, K]`, `[L, K, bands]`) as a heat map.
+    """The factor (or gain) of each layer as points, or finer factors (`[L, bands]`, `[L, K]`, `[L, K, bands]`) as a heat map.
 
     control_points, curve_xy: the search's control points and the curve through them, in the curve's own x; for `layer`
     alone. They are drawn stretched in x, so that the first and the last control point stand over the first and the last
-    layer that the curve gives a factor (Eq. 6); `layers` names these two, all layers by default.
+    layer that the curve gives a factor (Eq. 6); `layers` names these two, all layers by default. Infinite ones are left out.
     """
     figure = Figure(figsize=(7.2, 4.4), dpi=200, layout="constrained")
     axes = figure.add_subplot()
+    drawn = [None if it is None else np.where(np.isfinite(it), it, np.nan) for it in (factors, control_points, curve_xy)]
     if granularity == "layer":
-        _points(axes, factors, control_points, curve_xy, layers or (0, len(factors) - 1))
+        _points(axes, *drawn, layers or (0, len(factors) - 1), what)
     else:
-        _heat_map(axes, factors, granularity)
+        _heat_map(axes, drawn[0], granularity, what)
     axes.set_title(title, loc="left", fontweight="bold")
     return save(figure, stem)
 
@@ -189,7 +194,7 @@ def _column(values: Iterable[float | None]) -> Float[np.ndarray, "N"]:
     return np.array([np.nan if value is None else value for value in values], float)
 
 
-def _points(axes: Axes, factors, control_points, curve_xy, layers: tuple[int, int]) -> None:
+def _points(axes: Axes, factors, control_points, curve_xy, layers: tuple[int, int], what: str) -> None:
     ends = control_points if control_points is not None else curve_xy
 
     def on_layers(x):
@@ -204,18 +209,18 @@ def _points(axes: Axes, factors, control_points, curve_xy, layers: tuple[int, in
         axes.plot(on_layers(curve_xy[:, 0]), curve_xy[:, 1], color=FOUND, linewidth=1.6, alpha=0.6, label="curve")
     else:
         axes.vlines(range(len(factors)), 1.0, factors, color=FOUND, linewidth=1.2, alpha=0.4)
-    axes.plot(range(len(factors)), factors, "o", color=FOUND, markersize=6, label="factor of the layer", zorder=3)
-    axes.set(xlabel="layer", ylabel="factor s (positions are divided by it)")
+    axes.plot(range(len(factors)), factors, "o", color=FOUND, markersize=6, label=f"{what} of the layer", zorder=3)
+    axes.set(xlabel="layer", ylabel=_MEANING[what])
     axes.margins(y=0.12)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.figure.legend(loc="outside lower center", ncols=2, frameon=False)
     plain(axes)
 
 
-def _heat_map(axes: Axes, factors, granularity: Granularity) -> None:
+def _heat_map(axes: Axes, factors, granularity: Granularity, what: str) -> None:
     table = factors.reshape(len(factors), -1).T  # columns of a layer: KV group by KV group, in each its bands
     # Logarithmic and the same to both sides: white is 1, and 0.5 is as far from it as 2.
-    limit = max(np.abs(np.log(table)).max(), np.log(1.1))
+    limit = max(np.abs(np.log(table[table > 0])).max(initial=0), np.log(1.1))
     norm = LogNorm(np.exp(-limit), np.exp(limit))
     image = axes.imshow(table, norm=norm, cmap="PuOr", aspect="auto", interpolation="nearest", origin="lower")
     groups, bands = (factors.shape[1], factors.shape[2]) if factors.ndim == 3 else (1, table.shape[0])
@@ -228,7 +233,7 @@ def _heat_map(axes: Axes, factors, granularity: Granularity) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(xlabel="layer", ylabel=ROWS[granularity])
     ticks = np.exp(np.linspace(-limit, limit, 5))
-    bar = axes.figure.colorbar(image, ax=axes, label="factor s (positions are divided by it)")
+    bar = axes.figure.colorbar(image, ax=axes, label=_MEANING[what])
     bar.set_ticks(ticks, labels=[f"{tick:.2f}" for tick in ticks])
     bar.minorticks_off()
 

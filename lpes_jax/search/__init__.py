@@ -102,16 +102,7 @@ def _report(
     figures: Sequence[dict[str, Any]],
 ) -> tuple[str, dict[str, Path]]:
     """Print it, and write results.md and the pictures; the text, and the pictures by their captions."""
-    bezier = settings.curve == "bezier" and result.control_points is not None
-    _, drawn_factors = factors_by_layer(
-        folder / "factors",
-        result.factors.factors,
-        result.control_points if settings.curve in ("bezier", "linear", "step") else None,
-        np.asarray(bezier_outline(jnp.asarray(result.control_points, jnp.float32))) if bezier else None,
-        f"{model}: factor by layer",
-        result.factors.granularity,
-        layers=tuple(result.factors.curve["layers"]) if result.factors.curve else None,
-    )
+    drawn_numbers = _numbers_by_layer(result, settings, folder, model)
     out, tables, pictures = console(), [], {}
     for what, report, methods in zip(titles, result.reports, figures, strict=True):
         positions = [position for _, position in report.places]
@@ -142,7 +133,39 @@ def _report(
     )
     out.print(_winners_curse(result.selection), highlight=False)
     out.print(f"run folder: {folder}", highlight=False, soft_wrap=True)
-    return text, pictures | {"Factors by layer": drawn_factors}
+    return text, pictures | drawn_numbers
+
+
+def _numbers_by_layer(result: SearchResult, settings: SearchSettings, folder: Path, model: str) -> dict[str, Path]:
+    """Pictures of the factors and gains that were learnt, by their captions."""
+    found, pictures = result.factors, {}
+    learnt = ("factors", "gains") if settings.learn == "both" else (settings.learn,)
+    for at, (what, values, granularity) in enumerate(
+        it
+        for it in (("factors", found.factors, found.granularity), ("gains", found.gains, found.gains_granularity))
+        if it[0] in learnt
+    ):
+        points, outline = None, None
+        if result.control_points is not None and settings.curve in ("bezier", "linear", "step"):
+            points = result.control_points[:, [0, 1 + at]]
+            if settings.curve == "bezier":
+                outline = np.array(bezier_outline(jnp.asarray(points, jnp.float32)))
+            if what == "factors" and settings.parameter == "multiplier":
+                with np.errstate(divide="ignore"):
+                    for drawn in (points, outline):
+                        if drawn is not None:
+                            drawn[:, 1] = 1 / drawn[:, 1]
+        _, pictures[f"{what.capitalize()} by layer"] = factors_by_layer(
+            folder / what,
+            values,
+            points,
+            outline,
+            f"{model}: {what.removesuffix('s')} by layer",
+            granularity,
+            layers=tuple(found.curve["layers"]) if found.curve else None,
+            what="gain" if what == "gains" else "factor",
+        )
+    return pictures
 
 
 def _winners_curse(selection: dict[str, Any]) -> str:

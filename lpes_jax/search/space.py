@@ -1,17 +1,20 @@
-"""What a search moves, and the factors that it makes: control points of a curve, for a layer or for each part of a layer.
+"""What a search moves, and the factors and gains that it makes: control points of a curve, for a layer or each part of one.
 
     space = search_space(settings, config)
     factors = space.factors(space.x, space.y)            # [L] at granularity `layer`, [L, 8] with eight bands, ...
+    factors, gains = space.individual(space.start)       # of what is learnt; gains None where they are not
 
-A space has C control points. Their x are layers, counted from the first that is scaled; their y are factors: one for each
-point, or with a finer granularity one for each point and unit (frequency band, KV group) of a layer, each unit a curve of its
-own. With `free` the points are the layers. With `shared` they are the dimensions of a head, and all layers have the same
-factors (as LongRoPE has). Layers that `--layers` leaves out have factor 1.
+A space has C control points. Their x are layers, counted from the first that is scaled; their y are factors (or multipliers,
+which are 1 / factor and may be 0), their g gains: one for each point, or with a finer granularity one for each point and unit
+(frequency band, KV group) of a layer, each unit a curve of its own. y and g are curves over the same x. With `free` the points
+are the layers. With `shared` they are the dimensions of a head, and all layers have the same numbers (as LongRoPE has). Layers
+that `--layers` leaves out have factor and gain 1.
 
 Letters: C control points, L layers, K key-value heads.
 """
 
 from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,14 +24,27 @@ from jaxtyping import Array, Float
 from lpes_jax.curves import CURVES
 from lpes_jax.errors import UserError
 from lpes_jax.factors import LayerFactors
-from lpes_jax.rope import Granularity
+from lpes_jax.rope import Granularity, RopeTable
 
+Learn = Literal["factors", "gains", "both"]
+Parameter = Literal["factor", "multiplier", "log"]
 LEAST_GAP = 0.05  # between neighbouring x, in layers, where a gradient moves them
+
+
+class Numbers(NamedTuple):
+    """What a search moves; what is not learnt stands at its start."""
+
+    x: Float[Array | np.ndarray, "C"]
+    y: Float[Array | np.ndarray, "C *units"]
+    g: Float[Array | np.ndarray, "C *units"]
 
 
 @dataclass(frozen=True)
 class Space:
-    """`x` `[C]` and `y` `[C, *units]` are where a search starts; `low` and `high` are the box of y. Factors without unit."""
+    """`x` `[C]`, `y` and `g` `[C, *units]` are where a search starts; `low` and `high` are the box of y. All without unit.
+
+    `gains`: g (None: 1), its lowest and its highest value.
+    """
 
     num_layers: int
     layers: range
@@ -38,9 +54,57 @@ class Space:
     y: Float[np.ndarray, "C *units"]
     low: float
     high: float
+    learn: Learn = "factors"
+    parameter: Parameter = "factor"
+    g: Float[np.ndarray, "C *units"] | None = None
+    low_gain: float = 1.0
+    high_gain: float = 1.0
+
+    @property
+    def start(self) -> Numbers:
+        return Numbers(self.x, self.y, np.ones_like(self.y) if self.g is None else self.g)
+
+    @property
+    def learnt(self) -> dict[str, tuple[Float[np.ndarray, "C *units"], float, float]]:
+        """Of y and g what is learnt: its start, its lowest and its highest value."""
+        columns = {"y": (self.start.y, self.low, self.high), "g": (self.start.g, self.low_gain, self.high_gain)}
+        return {name: columns[name] for name in {"factors": "y", "gains": "g", "both": "yg"}[self.learn]}
+
+    @property
+    def granularities(self) -> tuple[Granularity, Granularity]:
+        """Of the factors and of the gains that `individual` gives."""
+        return ("layer" if self.learn == "gains" else self.granularity), self.granularity
+
+    def individual(self, numbers: Numbers) -> tuple[Float[Array, "L ..."], Float[Array, "L ..."] | None]:
+        """The factors of all layers, 1 where they are not learnt, and the gains, None where they are not. Traceable."""
+        factors = jnp.ones(self.num_layers) if self.learn == "gains" else self.factors(numbers.x, numbers.y)
+        return factors, None if self.learn == "factors" else self.of_layers(numbers.x, numbers.g)
+
+    def table(self, own: RopeTable, numbers: Numbers) -> RopeTable:
+        """A model's own table with what is learnt. Differentiable, in multipliers of 0 as well."""
+        table = own
+        if "y" in self.learnt:
+            change = table.multiplied if self.parameter == "multiplier" else table.scaled
+            table = change(self.of_layers(numbers.x, numbers.y), self.granularity)
+        return table.with_gains(self.of_layers(numbers.x, numbers.g), self.granularity) if "g" in self.learnt else table
+
+    def points(self, numbers: Numbers) -> Float[np.ndarray, "C n"] | None:
+        """x and what is learnt as columns, for records; None where units of a layer have curves of their own."""
+        columns = [numbers.x, *(getattr(numbers, name) for name in self.learnt)]
+        return np.stack(columns, axis=1) if columns[1].ndim == 1 else None
+
+    def numbers(self, points: Float[Array | np.ndarray, "C n"]) -> Numbers:
+        """What `points` gave. Traceable."""
+        columns = {name: points[:, 1 + at] for at, name in enumerate(self.learnt)}
+        return self.start._replace(x=points[:, 0], **columns)
 
     def factors(self, x: Float[Array | np.ndarray, "C"], y: Float[Array | np.ndarray, "C *units"]) -> Float[Array, "L ..."]:
         """The factors of all layers, of every granularity but `layer` with the axes of its units. Traceable."""
+        of_layers = self.of_layers(x, y)
+        return 1 / of_layers if self.parameter == "multiplier" else of_layers
+
+    def of_layers(self, x: Float[Array | np.ndarray, "C"], y: Float[Array | np.ndarray, "C *units"]) -> Float[Array, "L ..."]:
+        """What curves of y over x are at each layer, 1 at those that are left out."""
         y = jnp.asarray(y)
         x = jnp.asarray(x, y.dtype)
         if self.curve == "shared":
@@ -68,6 +132,8 @@ class Space:
 
         Raises UserError where they are none of this space.
         """
+        if factors.gains is not None or (self.learn, self.parameter == "multiplier") != ("factors", False):
+            return self._starting_from_columns(factors, where)
         if factors.num_layers != self.num_layers:
             raise UserError(f"{where}: {factors.num_layers} layers of factors, but the model has {self.num_layers}")
         if self.curve == "free":
@@ -86,3 +152,50 @@ class Space:
                 "--control-points as that search had them, or --curve free"
             )
         return replace(self, x=points[:, 0], y=np.clip(points[:, 1], self.low, self.high))
+
+    def _starting_from_columns(self, factors: LayerFactors, where: str) -> "Space":
+        """`starting_from` with gains or multipliers. Gains that the factors do not have start where they would without."""
+        if factors.num_layers != self.num_layers:
+            raise UserError(f"{where}: {factors.num_layers} layers of factors, but the model has {self.num_layers}")
+        if self.learn == "factors" and factors.gains is not None:
+            raise UserError(f"{where}: has gains, which --learn factors would leave out; give --learn both")
+        if self.learn == "gains" and (factors.factors != 1).any():
+            raise UserError(f"{where}: has factors other than 1, which --learn gains would leave out; give --learn both")
+        if self.curve == "free":
+            of_factors = 1 / factors.factors if self.parameter == "multiplier" else factors.factors
+            found = {"y": (of_factors, factors.granularity), "g": (factors.gains, factors.gains_granularity)}
+            start = {
+                name: self._in_box(name, self._of_units(*found[name], where), where)
+                for name in self.learnt
+                if found[name][0] is not None
+            }
+            return replace(self, **start)
+        curve = factors.curve or {}
+        points = np.array(curve.get("control_points") or [])
+        kind = curve.get("type"), curve.get("learn", "factors"), curve.get("parameter", "factor") == "multiplier"
+        wanted = self.curve, self.learn, self.parameter == "multiplier"
+        if kind != wanted or points.shape != (len(self.x), 1 + len(self.learnt)):
+            raise UserError(
+                f"{where}: holds no {len(self.x)} control points of a {self.curve} curve for --learn {self.learn}; give "
+                "--curve, --control-points, --learn and --parameter as that search had them, or --curve free"
+            )
+        numbers = self.numbers(points)
+        start = {name: self._in_box(name, getattr(numbers, name), where) for name in self.learnt}
+        return replace(self, x=points[:, 0], **start)
+
+    def _of_units(
+        self, found: Float[np.ndarray, "L *units"], granularity: Granularity, where: str
+    ) -> Float[np.ndarray, "C *units"]:
+        found = found[self.layers.start : self.layers.stop]
+        if granularity == "layer":
+            return np.broadcast_to(found.reshape(len(found), *(1 for _ in self.y.shape[1:])), self.y.shape)
+        if granularity != self.granularity or found.shape != self.y.shape:
+            raise UserError(f"{where}: numbers of granularity {granularity}; give --granularity and --bands as there")
+        return found
+
+    def _in_box(self, name: str, values: Float[np.ndarray, "C *units"], where: str) -> Float[np.ndarray, "C *units"]:
+        _, low, high = self.learnt[name]
+        if not ((values >= low) & (values <= high)).all():
+            bounds = "gain" if name == "g" else "factor"
+            raise UserError(f"{where}: {bounds}s lie outside --min-{bounds} {low} to --max-{bounds} {high}; widen the bounds")
+        return values
