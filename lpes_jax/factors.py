@@ -152,9 +152,11 @@ class LayerFactors:
         try:
             new = record["format"] == FORMAT
             factors = _read(record["factors"], record.get("granularity", "layer"), nulls=new)
+            gains, of_gains = (record.get("gains"), record.get("gains_granularity")) if new else (None, None)
+            gains = None if gains is None else _checked(gains, of_gains or "layer", "gains")
             others = ("granularity", "model", "curve", "rope", "search", "evaluation")
-            others += ("gains", "gains_granularity") if new else ()
-            return cls(factors, **{name: record[name] for name in others if record.get(name) is not None})
+            more = {name: record[name] for name in others if record.get(name) is not None}
+            return cls(factors, gains=gains, gains_granularity=None if gains is None else of_gains, **more)
         except UserError as error:
             raise UserError(f"{path}: {error}") from error
 
@@ -198,6 +200,11 @@ def write_text(path: Path, text: str) -> None:
 def json_of(factors: np.ndarray) -> list:
     """Factors as JSON has them: null for an infinite one."""
     return _each(lambda factor: None if factor == np.inf else factor, factors.tolist())
+
+
+def array_of(factors: list) -> np.ndarray:
+    """What `json_of` was given."""
+    return np.array(_each(lambda factor: np.inf if factor is None else factor, factors), np.float64)
 
 
 def _each(change: Callable[[Any], Any], values: Any) -> Any:

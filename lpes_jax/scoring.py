@@ -309,7 +309,8 @@ class Scorer:
         factors = np.asarray(factors, np.float32)
         if gains is None:
             gains, gains_granularity = np.ones((len(factors), self.model.config.num_layers)), "layer"
-        gains, kinds = np.asarray(gains, np.float32), (granularity, gains_granularity)
+        gains = np.asarray(gains, np.float32)
+        kinds: tuple[Granularity, Granularity] = granularity, gains_granularity
         correct = np.empty((len(factors), len(self._rows)), bool)
         log_likelihood = np.empty(correct.shape, np.float32)
         start = 0

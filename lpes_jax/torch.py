@@ -20,6 +20,10 @@ whatever RoPE kind, as it has just set them for the call; cached keys keep their
 never change. Where each KV group has its own factors, cos and sin get an axis of groups, and the function that rotates, in the
 model's own file, is wrapped once to take them; everything else goes through it untouched.
 
+Gains multiply what each frequency adds to q . k. They are of queries alone, and cos and sin are of keys too; so another hook,
+behind the projection of the queries, or behind their norm where they have one, multiplies the elements of each pair. Layers
+without RoPE and elements that are not rotated have none.
+
 Letters: L layers, K key-value heads, H heads, G = 1 or K groups with factors of their own, R rotated part of a head, B batch,
 T tokens, D head dim.
 """
@@ -45,10 +49,11 @@ _RANK = {"layer": 1, "layer_band": 2, "layer_group": 2, "layer_group_band": 3}
 def apply_layer_factors(
     model: torch.nn.Module, factors: Any = None, length: int | None = None, *, other_model: bool = False
 ) -> ExitStack:
-    """Let each layer of `model` rotate by position / factor. `close()` of what is returned undoes it; so does leaving `with`.
+    """Let each layer of `model` rotate by position / factor, with gains where the factors have some.
 
-    `factors`: the path or the contents of a factors.json, a `lpes_jax.LayerFactors`, or one number a layer; None: those in the
-    model's config, where `lpes_jax.export` put them. Of several calls the last one counts.
+    `close()` of what is returned undoes it; so does leaving `with`. `factors`: the path or the contents of a factors.json, a
+    `lpes_jax.LayerFactors`, or one number a layer; None: those in the model's config, where `lpes_jax.export` put them. Of
+    several calls the last one counts, but gains of several calls are multiplied.
 
     `length` matters to the RoPE kinds `dynamic` and `longrope` alone, whose frequencies change with the length of the text: the
     tokens of prompt and answer together, fixed for all calls, as in lpes_jax (cached keys stay right beyond the trained
@@ -59,7 +64,7 @@ def apply_layer_factors(
     """
     decoder = _decoder(model)
     rotary = decoder.rotary_emb
-    multipliers = _multipliers(factors, decoder.config, rotary.inv_freq.shape[-1], other_model)
+    multipliers, gains = _numbers(factors, decoder.config, rotary.inv_freq.shape[-1], other_model)
     fixed = None
     if length is not None and rotary.rope_type in ("dynamic", "longrope"):
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # pyright: ignore[reportMissingImports]
@@ -70,6 +75,9 @@ def apply_layer_factors(
     undo = ExitStack()
     for layer, row in zip(decoder.layers, multipliers, strict=True):
         undo.callback(layer.register_forward_pre_hook(_hook(rotary, row, fixed), with_kwargs=True).remove)
+    for layer, row in zip(decoder.layers, [] if gains is None else gains, strict=gains is not None):
+        if getattr(layer.self_attn, "use_rope", True):
+            undo.callback(_multiply_queries(layer.self_attn, decoder.config, row))
     return undo
 
 
@@ -84,31 +92,68 @@ def _decoder(model: torch.nn.Module) -> Any:
     raise ValueError(f"{type(model).__name__} has no decoder with layers and a rotary_emb; give a causal model of transformers")
 
 
-def _multipliers(factors: Any, config: Any, half: int, other_model: bool) -> torch.Tensor:
-    """1 / factor for each of the R/2 frequencies: float32 [L, G, R/2]. (`lpes_jax.rope` multiplies by the reciprocal too.)"""
+def _numbers(factors: Any, config: Any, half: int, other_model: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """1 / factor and gain (None: 1) for each of the R/2 frequencies: float32 [L, G, R/2].
+
+    (`lpes_jax.rope` multiplies by the reciprocal too.)
+    """
     if factors is None and (factors := getattr(config, KEY, None)) is None:
         raise ValueError(f"the model's config has no {KEY}; give a factors.json, its contents, or one number a layer")
     if isinstance(factors, str | os.PathLike):
         factors = json.loads(Path(factors).read_text(encoding="utf-8"))
     record = factors if isinstance(factors, Mapping) else getattr(factors, "__dict__", {})
-    granularity, numbers = record.get("granularity", "layer"), record.get("factors", factors)
     if (applies_to := record.get("applies_to", APPLIES_TO)) != APPLIES_TO:
         raise ValueError(f"applies_to {applies_to!r} is not supported; factors apply to {APPLIES_TO!r} here")
-    table = torch.as_tensor(numbers, dtype=torch.float32)
-    if granularity not in _RANK or table.dim() != _RANK[granularity]:
-        raise ValueError(f"factors of shape {list(table.shape)} are not of granularity {granularity!r} ({', '.join(_RANK)})")
-    if not (torch.isfinite(table) & (table > 0)).all():
-        raise ValueError("factors must be finite and above 0")
-    if len(table) != config.num_hidden_layers:
-        raise ValueError(f"{len(table)} layers of factors, but the model has {config.num_hidden_layers}")
-    if "group" in granularity and table.shape[1] != config.num_key_value_heads:
-        raise ValueError(f"{table.shape[1]} KV groups of factors, but the model has {config.num_key_value_heads}")
-    bands = table.shape[-1] if "band" in granularity else 1
-    if half % bands:
-        raise ValueError(f"{bands} bands of factors do not divide the model's {half} frequencies a head")
+    gains, of_gains = record.get("gains"), record.get("gains_granularity") or "layer"
+    table = _expanded("factors", record.get("factors", factors), record.get("granularity", "layer"), config, half)
     if not other_model and (differs := _differences(record, config, half)):
         raise ValueError(f"these factors were found for another model ({'; '.join(differs)}); other_model=True takes them")
-    return (1 / table.reshape(len(table), -1, bands)).repeat_interleave(half // bands, dim=-1)
+    return 1 / table, None if gains is None else _expanded("gains", gains, of_gains, config, half)
+
+
+def _expanded(what: str, numbers: Any, granularity: str, config: Any, half: int) -> torch.Tensor:
+    """Factors (null: infinite, the frequency stands still) or gains for each of the R/2 frequencies: float32 [L, G, R/2]."""
+    table = torch.as_tensor(_without_nulls(numbers), dtype=torch.float32)
+    if granularity not in _RANK or table.dim() != _RANK[granularity]:
+        raise ValueError(f"{what} of shape {list(table.shape)} are not of granularity {granularity!r} ({', '.join(_RANK)})")
+    if what == "factors" and not (table > 0).all():
+        raise ValueError("factors must be finite and above 0")
+    if what == "gains" and not (torch.isfinite(table) & (table >= 0)).all():
+        raise ValueError("gains must be finite and not below 0")
+    if len(table) != config.num_hidden_layers:
+        raise ValueError(f"{len(table)} layers of {what}, but the model has {config.num_hidden_layers}")
+    if "group" in granularity and table.shape[1] != config.num_key_value_heads:
+        raise ValueError(f"{table.shape[1]} KV groups of {what}, but the model has {config.num_key_value_heads}")
+    bands = table.shape[-1] if "band" in granularity else 1
+    if half % bands:
+        raise ValueError(f"{bands} bands of {what} do not divide the model's {half} frequencies a head")
+    return table.reshape(len(table), -1, bands).repeat_interleave(half // bands, dim=-1)
+
+
+def _without_nulls(numbers: Any) -> Any:
+    """Nested lists of JSON with infinity in the place of null."""
+    if isinstance(numbers, list):
+        return [_without_nulls(number) for number in numbers]
+    return float("inf") if numbers is None else numbers
+
+
+def _multiply_queries(attention: Any, config: Any, gains: torch.Tensor) -> Callable[[], None]:
+    """Multiply an attention's queries by `gains` [G, R/2], elements i and i + R/2 of a head alike. Returns what undoes it."""
+    heads, dim = config.num_attention_heads, attention.head_dim
+    rest = torch.ones(len(gains), dim - 2 * gains.shape[1])
+    of_heads = torch.cat((gains, gains, rest), dim=1).repeat_interleave(heads // len(gains), dim=0)  # [H, D]
+    if hasattr(attention, "q_norm"):  # its output is [B, T, H, D]
+        module, row = attention.q_norm, of_heads
+    elif hasattr(attention, "q_proj"):
+        module, row = attention.q_proj, of_heads.flatten()
+    else:  # keys and values stand behind the queries
+        module = attention.qkv_proj
+        row = torch.cat((of_heads.flatten(), torch.ones(2 * config.num_key_value_heads * dim)))
+
+    def multiply(module: torch.nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        return (output * row.to(output.device)).to(output.dtype)
+
+    return module.register_forward_hook(multiply).remove
 
 
 def _differences(record: Mapping[str, Any], config: Any, half: int) -> list[str]:

@@ -10,7 +10,7 @@ import functools
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import matplotlib
 import numpy as np
@@ -36,6 +36,9 @@ ROWS = {
 }
 Drawing = TypeVar("Drawing", bound=Callable[..., Any])
 _TITLE = 84  # characters of a line
+
+
+_MEANING = {"factor": "factor s (positions are divided by it)", "gain": "gain (q . k is multiplied by it)"}
 
 
 def in_our_style(draw: Drawing) -> Drawing:
@@ -123,6 +126,11 @@ def depth_by_length(
     return save(figure, stem)
 
 
+def _finite(values: np.ndarray) -> np.ndarray:
+    """NaN, which is not drawn, in place of infinite values."""
+    return np.where(np.isfinite(values), values, np.nan)
+
+
 @in_our_style
 def factors_by_layer(
     stem: Path,
@@ -132,19 +140,21 @@ def factors_by_layer(
     title: str,
     granularity: Granularity = "layer",
     layers: tuple[int, int] | None = None,
+    what: Literal["factor", "gain"] = "factor",
 ) -> tuple[Path, Path]:
-    """The factor of each layer as points, or finer factors (`[L, bands]`, `[L, K]`, `[L, K, bands]`) as a heat map.
+    """The factor (or gain) of each layer as points, or finer factors (`[L, bands]`, `[L, K]`, `[L, K, bands]`) as a heat map.
 
     control_points, curve_xy: the search's control points and the curve through them, in the curve's own x; for `layer`
     alone. They are drawn stretched in x, so that the first and the last control point stand over the first and the last
-    layer that the curve gives a factor (Eq. 6); `layers` names these two, all layers by default.
+    layer that the curve gives a factor (Eq. 6); `layers` names these two, all layers by default. Infinite ones are left out.
     """
     figure = Figure(figsize=(7.2, 4.4), dpi=200, layout="constrained")
     axes = figure.add_subplot()
+    points, outline = (None if part is None else _finite(part) for part in (control_points, curve_xy))
     if granularity == "layer":
-        _points(axes, factors, control_points, curve_xy, layers or (0, len(factors) - 1))
+        _points(axes, _finite(factors), points, outline, layers or (0, len(factors) - 1), what)
     else:
-        _heat_map(axes, factors, granularity)
+        _heat_map(axes, _finite(factors), granularity, what)
     _title(axes, title)
     return save(figure, stem)
 
@@ -218,7 +228,7 @@ def _column(values: Iterable[float | None]) -> Float[np.ndarray, "N"]:
     return np.array([np.nan if value is None else value for value in values], float)
 
 
-def _points(axes: Axes, factors, control_points, curve_xy, layers: tuple[int, int]) -> None:
+def _points(axes: Axes, factors, control_points, curve_xy, layers: tuple[int, int], what: str) -> None:
     ends = control_points if control_points is not None else curve_xy
 
     def on_layers(x):
@@ -233,18 +243,18 @@ def _points(axes: Axes, factors, control_points, curve_xy, layers: tuple[int, in
         axes.plot(on_layers(curve_xy[:, 0]), curve_xy[:, 1], color=FOUND, linewidth=1.6, alpha=0.6, label="curve")
     else:
         axes.vlines(range(len(factors)), 1.0, factors, color=FOUND, linewidth=1.2, alpha=0.4)
-    axes.plot(range(len(factors)), factors, "o", color=FOUND, markersize=6, label="factor of the layer", zorder=3)
-    axes.set(xlabel="layer", ylabel="factor s (positions are divided by it)")
+    axes.plot(range(len(factors)), factors, "o", color=FOUND, markersize=6, label=f"{what} of the layer", zorder=3)
+    axes.set(xlabel="layer", ylabel=_MEANING[what])
     axes.margins(y=0.12)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.figure.legend(loc="outside lower center", ncols=2, frameon=False)
     plain(axes)
 
 
-def _heat_map(axes: Axes, factors, granularity: Granularity) -> None:
+def _heat_map(axes: Axes, factors, granularity: Granularity, what: str) -> None:
     table = factors.reshape(len(factors), -1).T  # columns of a layer: KV group by KV group, in each its bands
     # Logarithmic and the same to both sides: white is 1, and 0.5 is as far from it as 2.
-    limit = max(np.abs(np.log(table)).max(), np.log(1.1))
+    limit = max(np.abs(np.log(table[table > 0])).max(initial=0), np.log(1.1))
     norm = LogNorm(np.exp(-limit), np.exp(limit))
     image = axes.imshow(table, norm=norm, cmap="PuOr", aspect="auto", interpolation="nearest", origin="lower")
     groups, bands = (factors.shape[1], factors.shape[2]) if factors.ndim == 3 else (1, table.shape[0])
@@ -257,7 +267,7 @@ def _heat_map(axes: Axes, factors, granularity: Granularity) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(xlabel="layer", ylabel=ROWS[granularity])
     ticks = np.exp(np.linspace(-limit, limit, 5))
-    bar = axes.figure.colorbar(image, ax=axes, label="factor s (positions are divided by it)")
+    bar = axes.figure.colorbar(image, ax=axes, label=_MEANING[what])
     bar.set_ticks(ticks, labels=[f"{tick:.2f}" for tick in ticks])
     bar.minorticks_off()
 

@@ -126,16 +126,7 @@ def _report(
     figures: Sequence[dict[str, Any]],
 ) -> tuple[str, dict[str, Path], list[Grid | str]]:
     """Write results.md and the pictures; the text, the pictures by their captions, and what to print when all is written."""
-    bezier = settings.curve == "bezier" and result.control_points is not None
-    _, drawn_factors = factors_by_layer(
-        folder / "factors",
-        result.factors.factors,
-        result.control_points if settings.curve in ("bezier", "linear", "step") else None,
-        np.asarray(bezier_outline(jnp.asarray(result.control_points, jnp.float32))) if bezier else None,
-        f"{model}: factor by layer",
-        result.factors.granularity,
-        layers=tuple(result.factors.curve["layers"]) if result.factors.curve else None,
-    )
+    drawn_numbers = _numbers_by_layer(result, settings, folder, model)
     shown: list[Grid | str] = []
     tables: list[str] = []
     pictures: dict[str, Path] = {}
@@ -174,7 +165,38 @@ def _report(
         f"'{PLAIN}' has no forced opener behind the prompt; p is against '{BASELINE}', over questions."
     )
     shown += [_winners_curse(result.selection), f"run folder: {folder}"]
-    return text, pictures | {"Factors by layer": drawn_factors}, shown
+    return text, pictures | drawn_numbers, shown
+
+
+def _numbers_by_layer(result: SearchResult, settings: SearchSettings, folder: Path, model: str) -> dict[str, Path]:
+    """Pictures of the factors and gains that were learnt, by their captions."""
+    found, pictures = result.factors, {}
+    learnt = ("factors", "gains") if settings.learn == "both" else (settings.learn,)
+    columns = {"factors": (found.factors, found.granularity), "gains": (found.gains, found.gains_granularity)}
+    for at, what in enumerate(learnt):
+        values, granularity = columns[what]
+        assert values is not None and granularity is not None  # what is learnt is there
+        points, outline = None, None
+        if result.control_points is not None and settings.curve in ("bezier", "linear", "step"):
+            points = result.control_points[:, [0, 1 + at]]
+            if settings.curve == "bezier":
+                outline = np.array(bezier_outline(jnp.asarray(points, jnp.float32)))
+            if what == "factors" and settings.parameter == "multiplier":
+                with np.errstate(divide="ignore"):
+                    for drawn in (points, outline):
+                        if drawn is not None:
+                            drawn[:, 1] = 1 / drawn[:, 1]
+        _, pictures[f"{what.capitalize()} by layer"] = factors_by_layer(
+            folder / what,
+            values,
+            points,
+            outline,
+            f"{model}: {what.removesuffix('s')} by layer",
+            granularity,
+            layers=tuple(found.curve["layers"]) if found.curve else None,
+            what="gain" if what == "gains" else "factor",
+        )
+    return pictures
 
 
 def _winners_curse(selection: dict[str, Any]) -> str:

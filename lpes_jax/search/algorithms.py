@@ -19,20 +19,20 @@ from lpes_jax.errors import UserError
 from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.prefixes import families
-from lpes_jax.rope import RopeTable, scale_layers
-from lpes_jax.search.fitness import Fitness, Group, mean_tokens, rounded
+from lpes_jax.rope import RopeTable
+from lpes_jax.search.fitness import Fitness, Group, Individuals, mean_tokens
 from lpes_jax.search.genetic import CROSSOVER, FAILED_CROSSOVER, INITIAL, MUTATION, Lineage, PaperGA
 from lpes_jax.search.gradient import Apply, Look, Parameters, State, descend, initial_state
 from lpes_jax.search.minibatches import Data, Examples, Share, by_length, pack, prompts_of_a_tree, shared_trees, sizes
 from lpes_jax.search.plain_text import split_windows
 from lpes_jax.search.settings import SearchSettings, genetic_settings, gradient_settings
-from lpes_jax.search.space import LEAST_GAP, Space
+from lpes_jax.search.space import LEAST_GAP, Numbers, Space
 from lpes_jax.search.strategies import RANDOM, run_strategy, strategy
 from lpes_jax.tasks import prompts as task_prompts
 from lpes_jax.tasks.prompts import EncodedPrompt, Prompt, Tokenizer
 
 OPERATORS = {INITIAL: "initial", MUTATION: "mutation", CROSSOVER: "crossover", FAILED_CROSSOVER: "crossover_failed"}
-Values = Callable[[Parameters], tuple[Float[Array, "C"], Float[Array, "C *units"]]]
+Values = Callable[[Parameters], Numbers]
 
 
 def make_algorithm(settings: SearchSettings, space: Space) -> "Genetic | Strategy | Gradient":
@@ -52,7 +52,7 @@ class Genetic:
         self.ga = PaperGA(genetic_settings(settings, space))
         self.individuals = self.ga.settings.population_size + settings.generations * self.ga.population_size
         self.search_space = {name: size and str(size) for name, size in self.ga.settings.search_space().items()}
-        self._factors = jax.jit(jax.vmap(lambda points: space.factors(points[:, 0], points[:, 1])))
+        self._individuals = jax.jit(jax.vmap(lambda points: space.individual(space.numbers(points))))
 
     def run(self, model: Llama, tokenizer: Tokenizer, prompts: Sequence[Sequence[Prompt]], fitness: Fitness) -> None:
         """Keys: one for the start, one for each generation's ask and tell."""
@@ -67,7 +67,7 @@ class Genetic:
             state, _ = ga.tell(key_tell, genes, -scores, state, params)
 
     def _scores(
-        self, generation: int, genes: Float[Array, "P C 2"], lineage: Lineage, fitness: Fitness, parents: Sequence[int] = ()
+        self, generation: int, genes: Float[Array, "P C n"], lineage: Lineage, fitness: Fitness, parents: Sequence[int] = ()
     ) -> Float[Array, "P"]:
         points, origin = self.ga.recorded_points(genes), jax.tree.map(np.asarray, lineage)
         drafts = [
@@ -81,13 +81,16 @@ class Genetic:
             }
             for i in range(len(points))
         ]
-        factors = np.asarray(self._factors(jnp.asarray(points, jnp.float32)))
+        individuals = Individuals.of(*self._individuals(jnp.asarray(points, jnp.float32)))
         of, keep = self.settings.generations, self.ga.settings.parents + self.ga.settings.crossovers
-        return jnp.asarray(fitness.generation(generation, of, drafts, factors, rivals=parents, keep=keep), jnp.float32)
+        return jnp.asarray(fitness.generation(generation, of, drafts, individuals, rivals=parents, keep=keep), jnp.float32)
 
 
 class Strategy:
-    """One of evosax's algorithms, or random search, on the y of the control points."""
+    """One of evosax's algorithms, or random search, on the y of the control points.
+
+    Where factors and gains are learnt together, gains are moved to the box of the factors for it: it knows one box.
+    """
 
     sizes: ClassVar[dict[str, float]] = {}
 
@@ -95,9 +98,23 @@ class Strategy:
         ga = settings.population_size + settings.generations * (settings.mutations + 2 * settings.crossovers)
         self.individuals = settings.max_evaluations or ga
         self.settings, self.space, self.search_space = replace(settings, max_evaluations=self.individuals), space, None
-        start = space.y.ravel().astype(np.float32)
-        self.strategy = strategy(settings.algorithm, start, space.low, space.high, settings.population_size)
-        self._factors = jax.jit(jax.vmap(lambda y: space.factors(space.x.astype(np.float32), y.reshape(space.y.shape))))
+        first, *others = space.learnt.values()
+        _, self.low, self.high = first
+        start = [first[0].ravel()]
+        start += [self.low + (g - low) / (high - low) * (self.high - self.low) for g, low, high in others for g in [g.ravel()]]
+        genes = np.concatenate(start).astype(np.float32)
+        self.strategy = strategy(settings.algorithm, genes, self.low, self.high, settings.population_size)
+        self._individuals = jax.jit(jax.vmap(lambda genes: space.individual(self._numbers(genes))))
+
+    def _numbers(self, genes: Float[Array | np.ndarray, "N"]) -> Numbers:
+        """The control points that genes stand for."""
+        space, columns = self.space, {}
+        for at, (name, (start, low, high)) in enumerate(self.space.learnt.items()):
+            column = genes[at * start.size : (at + 1) * start.size].reshape(start.shape)
+            if at:
+                column = low + (column - self.low) / (self.high - self.low) * (high - low)
+            columns[name] = column
+        return space.start._replace(x=space.x.astype(np.float32), **columns)
 
     def run(self, model: Llama, tokenizer: Tokenizer, prompts: Sequence[Sequence[Prompt]], fitness: Fitness) -> None:
         fitness.settings = self.settings
@@ -110,16 +127,16 @@ class Strategy:
                     "id": first + i,
                     "generation": generation,
                     "operator": self.settings.algorithm,
-                    "control_points": _recorded(self.space, self.space.x, y.reshape(self.space.y.shape)),
+                    "control_points": _recorded(self.space, self._numbers(row)._replace(x=self.space.x)),
                 }
-                for i, y in enumerate(genes.astype(np.float64))
+                for i, row in enumerate(genes.astype(np.float64))
             ]
-            factors = np.asarray(self._factors(jnp.asarray(genes, jnp.float32)))
+            individuals = Individuals.of(*self._individuals(jnp.asarray(genes, jnp.float32)))
             if self.settings.algorithm == RANDOM:
                 rivals, keep = ([fitness.best["id"]] if first else []), 1
             else:
                 rivals, keep = [], math.ceil(len(genes) / 2)
-            return fitness.generation(generation, generations, drafts, factors, rivals=rivals, keep=keep)
+            return fitness.generation(generation, generations, drafts, individuals, rivals=rivals, keep=keep)
 
         run_strategy(self.strategy, score, self.settings.seed, generations)
 
@@ -153,15 +170,18 @@ class Gradient:
         space, values, stay_close = self.space, self.values, self.settings.stay_close
 
         def penalty(parameters: Parameters) -> Float[Array, ""]:
-            return stay_close * jnp.square(space.factors(*values(parameters)) - 1).mean()
+            numbers = values(parameters)
+            of_layers = [space.of_layers(numbers.x, getattr(numbers, name)) for name in space.learnt]
+            return stay_close * jnp.stack([jnp.square(values - 1).mean() for values in of_layers]).sum()
 
         def on_look(look: Look, state: State) -> None:
-            x, y = (np.asarray(value, np.float64) for value in self.values(look.parameters))
+            numbers = Numbers(*(np.asarray(value, np.float64) for value in self.values(look.parameters)))
+            found = Individuals.of(*self.space.individual(Numbers(*(value.astype(np.float32) for value in numbers))))
             record = {
                 "id": len(fitness.records),
                 "step": look.step,
-                "control_points": _recorded(self.space, x, y),
-                "factors": rounded(np.asarray(self.space.factors(x.astype(np.float32), y.astype(np.float32)))),
+                "control_points": _recorded(self.space, numbers),
+                **found.record,
                 "fitness": -look.loss if look.allowed and math.isfinite(look.loss) else None,
                 "task_losses": look.task_losses,
                 "accuracies": look.accuracies,
@@ -315,17 +335,19 @@ def between_families(prompts: Sequence[EncodedPrompt], places: int, border: int)
 
 
 def box_parameters(settings: SearchSettings, space: Space) -> tuple[Parameters, Callable[[Parameters], Parameters], Values]:
-    """What Adam moves, what puts it back into the box, and the control points (x, y) that it stands for.
+    """What Adam moves, what puts it back into the box, and the control points that it stands for.
 
-    `clip`: y itself, clipped after each step. `sigmoid`: u with y = low + (high - low) sigmoid(u), which never leaves the box.
-    x, where it moves, is in units of the last layer.
+    `clip`: y (and g) itself, clipped after each step, or with `--parameter log` its logarithm. `sigmoid`: u with y = low +
+    (high - low) sigmoid(u), which never leaves the box. x, where it moves, is in units of the last layer.
     """
-    last, low, high = max(len(space.layers) - 1.0, 1.0), space.low, space.high
-    y = jnp.asarray(space.y, jnp.float32)
-    if settings.box == "sigmoid":
-        share = jnp.clip((y - low) / (high - low), 0.01, 0.99)  # on the border no gradient would ever arrive
-        y = jnp.log(share / (1 - share))
-    parameters = {"y": y}
+    last, in_log = max(len(space.layers) - 1.0, 1.0), settings.parameter == "log"
+    parameters = {}
+    for name, (start, low, high) in space.learnt.items():
+        y = jnp.asarray(start, jnp.float32)
+        if settings.box == "sigmoid":
+            share = jnp.clip((y - low) / (high - low), 0.01, 0.99)  # on the border no gradient would ever arrive
+            y = jnp.log(share / (1 - share))
+        parameters[name] = jnp.log(y) if in_log else y
     if settings.move_x:
         if settings.curve not in ("bezier", "linear"):
             raise UserError(f"--move-x: --curve {settings.curve} has no x to move; use bezier or linear")
@@ -339,31 +361,37 @@ def box_parameters(settings: SearchSettings, space: Space) -> tuple[Parameters, 
 
     def project(parameters: Parameters) -> Parameters:
         moved = dict(parameters)
-        if settings.box == "clip":
-            moved["y"] = jnp.clip(moved["y"], low, high)
+        for name, (_, low, high) in space.learnt.items():
+            if settings.box == "clip":
+                moved[name] = jnp.clip(moved[name], *((math.log(low), math.log(high)) if in_log else (low, high)))
         if "x" in moved:
             moved["x"] = space.in_order(moved["x"] * last) / last
         return moved
 
-    def values(parameters: Parameters) -> tuple[Float[Array, "C"], Float[Array, "C *units"]]:
-        y = parameters["y"]
-        if settings.box == "sigmoid":
-            y = low + (high - low) * jax.nn.sigmoid(y)
-        return parameters["x"] * last if "x" in parameters else jnp.asarray(space.x, y.dtype), y
+    def values(parameters: Parameters) -> Numbers:
+        columns = {}
+        for name, (_, low, high) in space.learnt.items():
+            y = parameters[name]
+            if settings.box == "sigmoid":
+                y = low + (high - low) * jax.nn.sigmoid(y)
+            columns[name] = jnp.exp(y) if in_log else y
+        dtype = next(iter(columns.values())).dtype
+        x = parameters["x"] * last if "x" in parameters else jnp.asarray(space.x, dtype)
+        return space.start._replace(x=x, **columns)
 
     return parameters, project, values
 
 
 def factors_applied(space: Space, values: Values, own: RopeTable) -> Apply:
-    """The model as it is, with `own`, its table, divided by the factors that the parameters stand for."""
+    """The model as it is, with `own`, its table, divided by the factors and with the gains that the parameters stand for."""
 
     def apply(model: Llama, parameters: Parameters) -> tuple[Llama, RopeTable]:
-        factors = space.factors(*values(parameters))
-        return model, RopeTable(scale_layers(own.inv_freq, factors, space.granularity), own.attention_scaling)
+        return model, space.table(own, values(parameters))
 
     return apply
 
 
-def _recorded(space: Space, x: Float[np.ndarray, "C"], y: Float[np.ndarray, "C *units"]) -> list[list[float]] | None:
+def _recorded(space: Space, numbers: Numbers) -> list[list[float]] | None:
     """Control points for the history; None where units of a layer have curves of their own."""
-    return np.round(np.stack([x, y], axis=1), 7).tolist() if y.ndim == 1 else None
+    points = space.points(numbers)
+    return None if points is None else np.round(points, 7).tolist()

@@ -2,8 +2,8 @@
 
 It is the weighted sum over the search positions of the same examples' accuracy (section 3.2), or of their mean answer
 log-likelihood. Of a mixture it is the sum over its tasks of their weight times this, with log-likelihoods per answer token as
-in the gradient's loss (gradient.py). Individuals with the same factors are scored once; in a race (racing.py), hopeless ones on
-a part of the examples. Letters: P population, L layers, N prompts, U units of a race.
+in the gradient's loss (gradient.py). Individuals with the same factors and gains are scored once; in a race (racing.py),
+hopeless ones on a part of the examples. Letters: P population, L layers, N prompts, U units of a race.
 """
 
 import itertools
@@ -13,12 +13,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from lpes_jax.errors import UserError
+from lpes_jax.factors import array_of, json_of
 from lpes_jax.generation import GeneratedScorer
 from lpes_jax.mesh import make_mesh, mesh_of, put_model
 from lpes_jax.models.llama.config import LlamaConfig
@@ -35,11 +36,41 @@ from lpes_jax.tasks import prompts as task_prompts
 from lpes_jax.tasks.leaks import count_leaky
 from lpes_jax.tasks.prompts import Prompt, Task
 
-Trace = Callable[[int, Float[np.ndarray, "L *units"], Granularity], int | str | None]  # (prompt, factors, granularity) -> layer
 # What the model says of an individual; the last three where they apply. `raced` is the share of the examples that it was scored
 # on before a race dropped it, with which its accuracies are of these and its fitness is an estimate; `values` are what a race
 # compares others with.
 SCORES = ("fitness", "accuracy", "log_likelihood", "not_finite", "raced", "values")
+
+
+class Individuals(NamedTuple):
+    """Factors `[P, L, *units]`, and gains or None where they are not learnt; or those of one individual, without P."""
+
+    factors: Float[np.ndarray, "..."]
+    gains: Float[np.ndarray, "..."] | None = None
+
+    @classmethod
+    def of(cls, factors: Any, gains: Any = None) -> "Individuals":
+        """On the host."""
+        return cls(np.asarray(factors), None if gains is None else np.asarray(gains))
+
+    def at(self, chosen: Any) -> "Individuals":
+        """One of them, by its number, or some."""
+        return Individuals(self.factors[chosen], None if self.gains is None else self.gains[chosen])
+
+    @property
+    def key(self) -> tuple:
+        """Of one individual: what its scores hang on."""
+        factors = self.factors.shape, self.factors.tobytes()
+        return factors if self.gains is None else (*factors, self.gains.shape, self.gains.tobytes())
+
+    @property
+    def record(self) -> dict[str, list]:
+        """Of one individual, as the history has it."""
+        record = {"factors": rounded(self.factors)}
+        return record if self.gains is None else record | {"gains": rounded(self.gains)}
+
+
+Trace = Callable[[int, Individuals, tuple[Granularity, Granularity]], int | str | None]  # (prompt, individual, ...) -> layer
 
 
 class JoinedScorer:
@@ -59,9 +90,10 @@ class JoinedScorer:
         factors: Float[np.ndarray, "P ..."],
         granularity: Granularity = "layer",
         on_prompts: Callable[[int], None] = lambda count: None,
+        **gains: Any,
     ) -> Scores:
         """As `Scorer`'s."""
-        parts = [scorer(factors, granularity, on_prompts) for scorer in self._scorers]
+        parts = [scorer(factors, granularity, on_prompts, **gains) for scorer in self._scorers]
         return Scores(*(np.concatenate(of_all, axis=1) for of_all in zip(*parts, strict=True)))
 
 
@@ -94,7 +126,7 @@ class Fitness:
         scorer: Scorer | OptionScorer | GeneratedScorer | StagedScorer | JoinedScorer,
         first_bad_layer: Trace,
         positions: Sequence[int],
-        granularity: Granularity,
+        granularities: tuple[Granularity, Granularity],
         folder: RunFolder,
         progress: SearchProgress,
         stop: GracefulStop,
@@ -103,7 +135,7 @@ class Fitness:
         self.groups = groups
         self.settings, self.scorer, self.folder, self.progress, self.stop = settings, scorer, folder, progress, stop
         self.first_bad_layer, self.positions = first_bad_layer, positions
-        self.granularity: Granularity = granularity
+        self.granularities = granularities  # of factors and gains
         self.weights = settings.weights if len(positions) == len(settings.search_positions) else (1.0,)
         self.records: list[dict[str, Any]] = []
         self.evaluations = 0  # individuals that the model scored, on all examples or in a race: factors that had not been seen
@@ -125,14 +157,14 @@ class Fitness:
         number: int,
         of: int,
         drafts: list[dict[str, Any]],
-        factors: Float[np.ndarray, "P L *units"],
+        individuals: Individuals,
         *,
         rivals: Sequence[int] = (),
         keep: int = 0,
     ) -> Float[np.ndarray, "P"]:
         """The fitness of a generation, NaN where scores are not finite; a line of history for each individual.
 
-        `drafts` are the lines without factors and scores. `rivals`, by their ids, and `keep` are a race's bar (`racing.Bar`);
+        `drafts` are the lines without numbers and scores. `rivals`, by their ids, and `keep` are a race's bar (`racing.Bar`);
         without both there is none. Raises BudgetSpent when `--max-evaluations` individuals were scored, with no individual
         scored beyond (in a race, too, one is one), and UserError when no score is finite: there is nothing to go on from.
         """
@@ -143,7 +175,7 @@ class Fitness:
         at_once = len(drafts) if bar else self.scorer.individuals_at_once  # who is dropped must not hang on blocks
         for start in range(0, len(drafts), at_once):
             block = slice(start, start + at_once)
-            self._block(drafts[block], factors[block], bar)
+            self._block(drafts[block], individuals.at(block), bar)
         made = self.records[before:]
         if bad := [record for record in made if record["fitness"] is None]:
             where = f"generation {number}: {len(bad)} of {len(made)} have scores that are not finite; {_told(bad[0])}"
@@ -154,30 +186,43 @@ class Fitness:
 
     def of_factors(self, factors: Float[np.ndarray, "P L *units"], granularity: Granularity = "layer") -> list[dict[str, Any]]:
         """Fitness, accuracy and log-likelihood of factors on all examples, scored where that was not done."""
-        for row in factors:
-            if "raced" in self._seen.get(_key(row), {}):
-                del self._seen[_key(row)]
+        individuals = Individuals(factors)
+        for key in (Individuals(row).key for row in factors):
+            if "raced" in self._seen.get(key, {}):
+                del self._seen[key]
         return [
             {name: value for name, value in summary.items() if name != "values"}
-            for summary in self._summaries(factors, granularity)
+            for summary in self._summaries(individuals, (granularity, "layer"))
         ]
 
     def _summaries(
-        self, factors: Float[np.ndarray, "P L *units"], granularity: Granularity, bar: Bar | None = None
+        self, individuals: Individuals, granularities: tuple[Granularity, Granularity], bar: Bar | None = None
     ) -> list[dict[str, Any]]:
-        """What the history says of factors, scored where they have not been seen: on all examples, or in a race to a bar."""
-        unseen = {_key(row): row for row in factors if _key(row) not in self._seen}
-        self.progress.skip((len(factors) - len(unseen)) * self.scorer.num_prompts)
+        """What the history says of them, scored where they have not been seen: on all examples, or in a race to a bar."""
+        keys = [individuals.at(at).key for at in range(len(individuals.factors))]
+        unseen: dict[tuple, int] = {}
+        for at, key in enumerate(keys):
+            if key not in self._seen:
+                unseen.setdefault(key, at)
+        self.progress.skip((len(keys) - len(unseen)) * self.scorer.num_prompts)
         if unseen:
-            rows = np.stack(list(unseen.values()))
+            rows = individuals.at(list(unseen.values()))
             if bar is None:
-                correct, likelihood = self.scorer(rows, granularity, on_prompts=self.progress.prompts)
-                found = [self._summary(row, granularity, correct[at], likelihood[at]) for at, row in enumerate(rows)]
+                correct, likelihood = self._scored(rows, granularities)
+                found = [
+                    self._summary(rows.at(at), granularities, correct[at], likelihood[at]) for at in range(len(rows.factors))
+                ]
             else:
                 found = self._raced(rows, bar)
             self.evaluations += len(unseen)
             self._seen |= zip(unseen, found, strict=True)
-        return [self._seen[_key(row)] for row in factors]
+        return [self._seen[key] for key in keys]
+
+    def _scored(self, rows: Individuals, granularities: tuple[Granularity, Granularity], **more: Any) -> Scores:
+        """What the model says of them; `more` is for a scorer in stages."""
+        of_factors, of_gains = granularities
+        more |= {} if rows.gains is None else {"gains": rows.gains, "gains_granularity": of_gains}
+        return self.scorer(rows.factors, of_factors, on_prompts=self.progress.prompts, **more)
 
     def _bar(self, rivals: Sequence[int], keep: int) -> Bar | None:
         """What a generation races to. Nothing where a rival has not been scored on everything, with finite scores."""
@@ -187,26 +232,26 @@ class Fitness:
         units = self.scorer.bounds[-1] if isinstance(self.scorer, StagedScorer) else 0
         return Bar(np.array([racing.from_text(text) for text in values if text]).reshape(len(values), units), keep)
 
-    def _raced(self, factors: Float[np.ndarray, "P L *units"], bar: Bar) -> list[dict[str, Any]]:
+    def _raced(self, rows: Individuals, bar: Bar) -> list[dict[str, Any]]:
         """The summaries of a generation's new individuals after their race."""
         scorer = self.scorer
         assert isinstance(scorer, StagedScorer)
-        shape = len(factors), scorer.num_prompts
+        shape = len(rows.factors), scorer.num_prompts
         correct, likelihood = np.zeros(shape, bool), np.zeros(shape, np.float32)
 
         def score(stage: int, chosen: np.ndarray) -> np.ndarray:
-            new = scorer(factors[chosen], self.granularity, self.progress.prompts, stages=[stage])
+            new = self._scored(rows.at(chosen), self.granularities, stages=[stage])
             correct[chosen] |= new.correct
             likelihood[chosen] += new.log_likelihood
             return self._values(*new)[:, scorer.bounds[stage] : scorer.bounds[stage + 1]]
 
-        values, scored = racing.race(score, len(factors), scorer.bounds, bar, self._most_of_a_prompt())
+        values, scored = racing.race(score, len(rows.factors), scorer.bounds, bar, self._most_of_a_prompt())
         estimates = racing.estimates(values, scored, bar)
         found = []
-        for at, row in enumerate(factors):
+        for at in range(len(rows.factors)):
             prompts = scorer.prompts_of(scorer.bounds.index(scored[at]))
             part = None if len(prompts) == scorer.num_prompts else prompts
-            summary = self._summary(row, self.granularity, correct[at, prompts], likelihood[at, prompts], part)
+            summary = self._summary(rows.at(at), self.granularities, correct[at, prompts], likelihood[at, prompts], part)
             found.append(summary | ({"fitness": round(estimates[at], 9)} if at in estimates else {}))
             self._save(scorer.num_prompts - len(prompts))
         return found
@@ -215,13 +260,13 @@ class Fitness:
         self._prompts_saved += prompts
         self.progress.skip(prompts)
 
-    def _block(self, drafts: list[dict[str, Any]], factors: Float[np.ndarray, "P L *units"], bar: Bar | None) -> None:
-        keys = [_key(row) for row in factors]
+    def _block(self, drafts: list[dict[str, Any]], individuals: Individuals, bar: Bar | None) -> None:
+        rows = [individuals.at(at) for at in range(len(drafts))]
+        keys = [row.key for row in rows]
         cached = [key in self._seen or key in keys[:i] for i, key in enumerate(keys)]
         fits = self._within_budget(cached)
         drafts = [
-            draft | {"factors": rounded(row), "cached": known}
-            for draft, row, known in zip(drafts[:fits], factors, cached, strict=False)
+            draft | row.record | {"cached": known} for draft, row, known in zip(drafts[:fits], rows, cached, strict=False)
         ]
         recorded = self.folder.recorded[len(self.records) : len(self.records) + len(drafts)]
         for draft, record in zip(drafts, recorded, strict=False):
@@ -234,7 +279,7 @@ class Fitness:
             summaries = [{name: record[name] for name in SCORES if name in record} for record in recorded]
             self._seen |= zip(keys, summaries, strict=False)
         else:  # a block that was cut is scored again as a whole: likelihoods may hang on who is scored together, by a digit
-            summaries = self._summaries(factors[:fits], self.granularity, bar)
+            summaries = self._summaries(individuals.at(slice(fits)), self.granularities, bar)
         records = recorded + [draft | summary for draft, summary in zip(drafts, summaries, strict=True)][len(recorded) :]
         self.folder.append(records[len(recorded) :])
         self.records += records
@@ -251,15 +296,15 @@ class Fitness:
 
     def _summary(
         self,
-        factors: Float[np.ndarray, "L *units"],
-        granularity: Granularity,
+        individual: Individuals,
+        granularities: tuple[Granularity, Granularity],
         correct: np.ndarray,
         log_likelihood: np.ndarray,
         prompts: Int[np.ndarray, "n"] | None = None,
     ) -> dict[str, Any]:
         """What the history says of scores, of all prompts or of some by their numbers."""
         if self.groups:
-            return self._summary_by_task(factors, granularity, correct, log_likelihood)
+            return self._summary_by_task(individual, granularities, correct, log_likelihood)
         places = len(self.positions)
         answer_tokens = self.scorer.answer_tokens if prompts is None else self.scorer.answer_tokens[prompts]
         accuracy = correct.reshape(-1, places).mean(axis=0, dtype=np.float64)
@@ -286,7 +331,7 @@ class Fitness:
         if not finite:  # the first prompt with such a score, and the layer in which it arises
             first = int(np.flatnonzero(~np.isfinite(log_likelihood))[0])
             first = first if prompts is None else int(prompts[first])
-            summary["not_finite"] = {"prompt": first, "first_layer": self.first_bad_layer(first, factors, granularity)}
+            summary["not_finite"] = {"prompt": first, "first_layer": self.first_bad_layer(first, individual, granularities)}
         if prompts is not None:
             summary["raced"] = len(prompts) / self.scorer.num_prompts
         elif self.settings.race and finite:
@@ -294,7 +339,11 @@ class Fitness:
         return summary
 
     def _summary_by_task(
-        self, factors: Float[np.ndarray, "L *units"], granularity: Granularity, correct: np.ndarray, log_likelihood: np.ndarray
+        self,
+        individual: Individuals,
+        granularities: tuple[Granularity, Granularity],
+        correct: np.ndarray,
+        log_likelihood: np.ndarray,
     ) -> dict[str, Any]:
         """The same of a mixture: accuracy and log-likelihood are of each task by its title."""
         finite = bool(np.isfinite(log_likelihood).all())
@@ -319,7 +368,7 @@ class Fitness:
         summary = {"fitness": round(fitness + scale * tie_break, 12) if finite else None, **of_tasks}
         if not finite:
             first = int(np.flatnonzero(~np.isfinite(log_likelihood))[0])
-            summary["not_finite"] = {"prompt": first, "first_layer": self.first_bad_layer(first, factors, granularity)}
+            summary["not_finite"] = {"prompt": first, "first_layer": self.first_bad_layer(first, individual, granularities)}
         return summary
 
     def _tie_break_of_groups(self) -> float:
@@ -364,9 +413,13 @@ def _told(record: dict[str, Any]) -> str:
     where = record["not_finite"]
     layer = where["first_layer"]
     first = {None: "", "embedding": " in the embedding", "logits": " in the logits"}.get(layer, f" in layer {layer}")
-    factors = np.asarray(record["factors"]).ravel()
-    shown = " ".join(f"{factor:g}" for factor in factors[:32]) + (" ..." if len(factors) > 32 else "")
-    return f"individual {record['id']}, factors {shown}: first{first or ' in no layer when alone'}, at prompt {where['prompt']}"
+    shown = ""
+    for name in ("factors", "gains"):
+        if name not in record:
+            continue
+        numbers = array_of(record[name]).ravel()
+        shown += f", {name} " + " ".join(f"{number:g}" for number in numbers[:32]) + (" ..." if len(numbers) > 32 else "")
+    return f"individual {record['id']}{shown}: first{first or ' in no layer when alone'}, at prompt {where['prompt']}"
 
 
 def tie_break_scale(weights: Sequence[float], examples: int) -> float:
@@ -498,10 +551,6 @@ def fit(
     return fitted.prompts
 
 
-def _key(factors: Float[np.ndarray, "L *units"]) -> tuple:
-    return factors.shape, factors.tobytes()
-
-
 def rounded(factors: Float[np.ndarray, "L *units"]) -> list:
-    """Factors as the history has them."""
-    return np.round(factors.astype(np.float64), 7).tolist()
+    """Factors as the history has them; null for one that is infinite."""
+    return json_of(np.round(factors.astype(np.float64), 7))

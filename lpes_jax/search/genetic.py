@@ -12,8 +12,9 @@
 evosax minimises, so it is told minus the fitness. Everything is jit-, vmap- and scan-able, and the key decides all.
 What the paper leaves open is decided here:
 
-- Genes are `[C, 2]`: (x, y) of every control point, float32. On a lattice (step > 0; Table 9: 1 and 0.1) they are integer
-  codes, exact in float32: x = code * x_step, y = min_factor + code * y_step. On a continuous axis (step 0) they are the values.
+- Genes are `[C, 2]`: (x, y) of every control point, float32; or `[C, 3]`, (x, factor, gain), where both are learnt: all that
+  is said of y is true of each, and 2C genes are 3C. On a lattice (step > 0; Table 9: 1 and 0.1) they are integer codes, exact
+  in float32: x = code * x_step, y = min_factor + code * y_step. On a continuous axis (step 0) they are the values.
 - Eq. 8: k (L-1)/d is rounded to the lattice, half to even: 10 and 21 for L = 32. The rest of generation 0 are its mutations.
 - Select-Parents: the N_pa fittest, ties to the one evaluated first. It happens at the end of `init` and `tell` instead of
   the start of `ask`, so the state holds the parents alone and has one size, whatever N_ps. Parents compete with their
@@ -63,14 +64,14 @@ class Lineage:
     ids: Any  # Int[Array, "P"]
     operator: Any  # Int[Array, "P"]: INITIAL, MUTATION, CROSSOVER or FAILED_CROSSOVER
     parents: Any  # Int[Array, "P 2"]
-    cut: Any  # Int[Array, "P"], an index into the 2C genes
+    cut: Any  # Int[Array, "P"], an index into the n C genes
 
 
 @struct.dataclass
 class State(BaseState):
     """The parents, fittest first, and where the candidates of the last `ask` come from. The rest is evosax's."""
 
-    population: Any  # Float[Array, "N_pa 2C"]
+    population: Any  # Float[Array, "N_pa n C"]
     fitness: Any  # Float[Array, "N_pa"], to be minimised
     ids: Any  # Int[Array, "N_pa"]
     lineage: Any  # Lineage
@@ -92,10 +93,10 @@ class PaperGA(PopulationBasedAlgorithm):
     """The paper's constrained genetic algorithm (Algorithm 1). `population_size` is what `ask` returns: N_mu + 2 N_cr."""
 
     def __init__(self, settings: GeneticSettings, metrics_fn=metrics_fn):
-        solution = jnp.zeros((settings.control_points, 2))
+        solution = jnp.zeros((settings.control_points, len(settings.axes)))
         super().__init__(settings.mutations + 2 * settings.crossovers, solution, metrics_fn=metrics_fn)
         self.settings = settings
-        self.on_lattice = settings.x_step > 0, settings.y_step > 0
+        self.on_lattice = tuple(step > 0 for _, _, step, _ in settings.axes)
 
     @property
     def _default_params(self) -> Params:
@@ -105,13 +106,13 @@ class PaperGA(PopulationBasedAlgorithm):
         ]
         return Params(self.settings.mutation_rate, *jnp.array(in_genes, jnp.float32).T)
 
-    def control_points(self, genes: Float[Array | np.ndarray, "*population C 2"]) -> Float[Array, "*population C 2"]:
+    def control_points(self, genes: Float[Array | np.ndarray, "*population C n"]) -> Float[Array, "*population C n"]:
         """The points that genes stand for (x in layers, y the factor), float32. Traceable."""
         codes, tables = genes.astype(jnp.int32), self.settings.lattices
         axes = [genes[..., i] if t is None else jnp.asarray(t, jnp.float32)[codes[..., i]] for i, t in enumerate(tables)]
         return jnp.stack(axes, axis=-1)
 
-    def recorded_points(self, genes: Float[Array | np.ndarray, "*population C 2"]) -> Float[np.ndarray, "*population C 2"]:
+    def recorded_points(self, genes: Float[Array | np.ndarray, "*population C n"]) -> Float[np.ndarray, "*population C n"]:
         """The same for records, float64 on the host: a lattice value is the decimal itself, 1.1 and not 1.1000000238."""
         points = np.array(genes, np.float64)
         for i, (table, (low, high, *_)) in enumerate(zip(self.settings.lattices, self.settings.axes, strict=True)):
@@ -119,7 +120,7 @@ class PaperGA(PopulationBasedAlgorithm):
         return points
 
     @partial(jax.jit, static_argnames=("self",))
-    def initial_population(self, key: jax.Array, params: Params) -> tuple[Float[Array, "P C 2"], Lineage]:
+    def initial_population(self, key: jax.Array, params: Params) -> tuple[Float[Array, "P C n"], Lineage]:
         """Genes of generation 0: Eq. 8 first (operator INITIAL), then its mutations, N_ps in all. To be given to `init`."""
         size = self.settings.population_size
         first = jnp.asarray(self.settings.initial_genes)
@@ -130,7 +131,7 @@ class PaperGA(PopulationBasedAlgorithm):
         return jnp.concatenate([first[None], mutants]), lineage
 
     @partial(jax.jit, static_argnames=("self",))
-    def init(self, key: jax.Array, population: Float[Array, "P C 2"], fitness: Float[Array, "P"], params: Params) -> State:
+    def init(self, key: jax.Array, population: Float[Array, "P C n"], fitness: Float[Array, "P"], params: Params) -> State:
         """evosax's `init` with generation 0, evaluated, in the order of `initial_population`; then the first selection."""
         state = super().init(key, population, fitness, params)
         return self._select(state, state.population, state.fitness, jnp.arange(len(fitness), dtype=jnp.int32))
@@ -149,7 +150,7 @@ class PaperGA(PopulationBasedAlgorithm):
 
     def _ask(self, key: jax.Array, state: State, params: Params) -> tuple[Float[Array, "P genes"], State]:
         s = self.settings
-        parents = state.population.reshape(s.parents, s.control_points, 2)
+        parents = state.population.reshape(s.parents, s.control_points, -1)
         pool = jnp.sum(~jnp.isnan(state.fitness))  # NaN is last, so the first `pool` parents are fit to breed
         pool = jnp.where(pool == 0, s.parents, pool)
 
@@ -162,7 +163,7 @@ class PaperGA(PopulationBasedAlgorithm):
         first = jnp.concatenate([_draw(jax.random.uniform(key_parents, (s.mutations,)), pool), pairs[:, 0]])
         mutate = jax.vmap(partial(mutation, params=params, on_lattice=self.on_lattice))
         mutants = mutate(jax.random.split(key_mutation, self.population_size), parents[first])
-        children = jnp.where(valid[:, None, None], children.reshape(-1, s.control_points, 2), mutants[s.mutations :])
+        children = jnp.where(valid[:, None, None], children.reshape(-1, *parents.shape[1:]), mutants[s.mutations :])
         population = jnp.concatenate([mutants[: s.mutations], children])
 
         none = jnp.full((s.mutations,), -1, jnp.int32)
@@ -196,31 +197,34 @@ class PaperGA(PopulationBasedAlgorithm):
         return state.replace(population=population[best], fitness=fitness[best], ids=ids[best])
 
 
-def is_valid(genes: Float[Array, "*any C 2"]) -> Bool[Array, "*any"]:
+def is_valid(genes: Float[Array, "*any C n"]) -> Bool[Array, "*any"]:
     """Eq. 10: x strictly increasing. (Its bounds hold by Eq. 9 and by the parents of a crossover.)"""
     return jnp.all(jnp.diff(genes[..., 0]) > 0, axis=-1)
 
 
-def mutation(key: jax.Array, parent: Float[Array, "C 2"], params: Params, on_lattice: tuple[bool, bool]) -> Float[Array, "C 2"]:
+def mutation(
+    key: jax.Array, parent: Float[Array, "C axes"], params: Params, on_lattice: tuple[bool, ...]
+) -> Float[Array, "C axes"]:
     """Eq. 9 and 10: the first valid of 64 draws, or the parent's x with the first draw's y. `on_lattice`: is x, is y."""
-    x, y = parent.T
-    below = jnp.stack([jnp.append(params.low[0], x[:-1]), jnp.full_like(y, params.low[1])], axis=1)
-    above = jnp.stack([jnp.append(x[1:], params.high[0]), jnp.full_like(y, params.high[1])], axis=1)
+    x, axes = parent[:, 0], parent.shape[1]
+    of_y = range(1, axes)
+    below = jnp.stack([jnp.append(params.low[0], x[:-1]), *(jnp.full_like(x, params.low[at]) for at in of_y)], axis=1)
+    above = jnp.stack([jnp.append(x[1:], params.high[0]), *(jnp.full_like(x, params.high[at]) for at in of_y)], axis=1)
     low, high = jnp.maximum(below, parent - params.max_change), jnp.minimum(above, parent + params.max_change)
 
-    uniform = _uniform(key, MUTATION_DRAWS, len(parent), 3)  # for x, y, and whether the point is redrawn
+    uniform = _uniform(key, MUTATION_DRAWS, len(parent), axes + 1)  # for x, y, and whether the point is redrawn
     whole = jnp.array(on_lattice)
-    offset = uniform[..., :2] * (high - low + whole.astype(low.dtype))  # codes: 0 .. high - low
+    offset = uniform[..., :axes] * (high - low + whole.astype(low.dtype))  # codes: 0 .. high - low
     draws = jnp.minimum(low + jnp.where(whole, jnp.floor(offset), offset), high)
-    draws = jnp.where(uniform[..., 2:] < params.mutation_rate, draws, parent)
+    draws = jnp.where(uniform[..., axes:] < params.mutation_rate, draws, parent)
 
     valid = is_valid(draws)
     return jnp.where(jnp.any(valid), draws[jnp.argmax(valid)], draws[0].at[:, 0].set(x))
 
 
 def crossover(
-    key: jax.Array, parents: Float[Array, "parents C 2"], pool: Int[Array, ""], tries: int
-) -> tuple[Float[Array, "2 C 2"], Int[Array, "2"], Int[Array, ""], Bool[Array, ""]]:
+    key: jax.Array, parents: Float[Array, "parents C axes"], pool: Int[Array, ""], tries: int
+) -> tuple[Float[Array, "2 C axes"], Int[Array, "2"], Int[Array, ""], Bool[Array, ""]]:
     """One-point crossover of two of the first `pool` parents: the first try whose children both satisfy Eq. 10, else the last.
 
     Returns the children, the rows of the parents that they begin as, the cut, and whether they are valid.

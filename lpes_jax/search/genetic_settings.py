@@ -12,6 +12,7 @@ from jaxtyping import Float
 
 from lpes_jax.errors import UserError
 from lpes_jax.limits import check_bounds
+from lpes_jax.search.space import Learn, Parameter
 
 MAX_CODES = 65536  # values of one lattice axis: they are tabulated, and codes must be exact in float32
 
@@ -21,7 +22,7 @@ class GeneticSettings:
     """The search space (Table 9) and the sizes (Table 12), with the paper's values. Raises UserError where they clash.
 
     `num_layers` counts the scaled layers; `initial_points` (x, y) replace the first individual of Eq. 8. Factors are without
-    unit, x in layers. A step of 0 makes its axis continuous.
+    unit, x in layers. A step of 0 makes its axis continuous. Of `learn="both"` a control point is (x, factor, gain).
     """
 
     num_layers: int
@@ -39,7 +40,12 @@ class GeneticSettings:
     x_step: float = 1.0
     y_step: float = 0.1
     mutation_rate: float = 1.0
-    initial_points: tuple[tuple[float, float], ...] | None = None
+    initial_points: tuple[tuple[float, ...], ...] | None = None
+    learn: Learn = "factors"
+    parameter: Parameter = "factor"
+    min_gain: float = 0.2
+    max_gain: float = 4.0
+    initial_gain: float = 1.0
 
     def __post_init__(self):
         check_bounds(self)
@@ -52,19 +58,23 @@ class GeneticSettings:
         _require(self.parents <= self.population_size, f"{parents} is more than {size}; lower it")
         enough = self.parents >= 2 or self.crossovers == 0
         _require(enough, f"{parents} is too few for --crossovers {self.crossovers}; give 2 or more")
-        low, high, initial = self.min_factor, self.max_factor, self.initial_factor
-        _require(0 < low < high, f"--min-factor {low} must be above 0 and below --max-factor {high}")
-        _require(low <= initial <= high, f"--initial-factor {initial} is outside --min-factor {low} to --max-factor {high}")
         last = self.num_layers - 1.0
-        for axis, step, name, value, origin in (
-            ("x", self.x_step, f"the last layer, {last:g},", last, 0.0),
-            ("y", self.y_step, f"--max-factor {high}", high, low),
-            ("y", self.y_step, f"--initial-factor {initial}", initial, low),
-        ):
+        on_lattice = [("x", self.x_step, f"the last layer, {last:g},", last, 0.0)]
+        for name, (low, high, initial) in self.boxes.items():
+            at_least_0 = name == "gain" or self.parameter == "multiplier"
+            _require(
+                (0 <= low if at_least_0 else 0 < low) and low < high,
+                f"--min-{name} {low} must be {'0 or more' if at_least_0 else 'above 0'} and below --max-{name} {high}",
+            )
+            within = f"is outside --min-{name} {low} to --max-{name} {high}"
+            _require(low <= initial <= high, f"--initial-{name} {initial} {within}")
+            on_lattice += [("y", self.y_step, f"--max-{name} {high}", high, low)]
+            on_lattice += [("y", self.y_step, f"--initial-{name} {initial}", initial, low)]
+        for axis, step, name, value, origin in on_lattice:
             codes, way_out = steps(value, origin, step), f"change it or give --{axis}-step 0 (continuous)"
             _require(codes < MAX_CODES, f"--{axis}-step {step} makes more than {MAX_CODES} values; {way_out}")
             _require(codes % 1 == 0, f"{name} is not on the lattice {origin} + k * --{axis}-step {step}; {way_out}")
-        for axis, (_, _, step, change) in zip("xy", self.axes, strict=True):
+        for axis, (_, _, step, change) in zip("xy", self.axes, strict=False):
             _require(change == 0 or change >= step, f"--max-change-{axis} {change} is below one step, {step}; 0 pins {axis}")
         places = math.inf if self.x_step == 0 and last > 0 else int(steps(last, 0.0, self.x_step)) + 1
         crowd = f"{self.num_layers} layers have {places} values of x"
@@ -72,19 +82,25 @@ class GeneticSettings:
         _require(fits, f"--control-points {self.control_points} cannot increase in x: {crowd}; give fewer")
 
     @property
-    def axes(self) -> tuple[tuple[float, float, float, float], tuple[float, float, float, float]]:
-        """Lowest and highest value, lattice step and M of x and of y."""
+    def boxes(self) -> dict[str, tuple[float, float, float]]:
+        """Lowest, highest and first value of what is learnt: of the factor (or multiplier), of the gain."""
+        of_factor = {"factor": (self.min_factor, self.max_factor, self.initial_factor)}
+        of_gain = {"gain": (self.min_gain, self.max_gain, self.initial_gain)}
+        return {"factors": of_factor, "gains": of_gain, "both": of_factor | of_gain}[self.learn]
+
+    @property
+    def axes(self) -> tuple[tuple[float, float, float, float], ...]:
+        """Lowest and highest value, lattice step and M of x, and of y for each number that is learnt."""
         x = 0.0, self.num_layers - 1.0, self.x_step, self.max_change_x
-        return x, (self.min_factor, self.max_factor, self.y_step, self.max_change_y)
+        return x, *((low, high, self.y_step, self.max_change_y) for low, high, _ in self.boxes.values())
 
     @property
-    def lattices(self) -> tuple[Float[np.ndarray, "X"] | None, Float[np.ndarray, "Y"] | None]:
-        """The values of P^x (in layers) and of P^y, float64 (Table 9); None for an axis that is continuous."""
-        x, y = (_lattice(low, high, step) for low, high, step, _ in self.axes)
-        return x, y
+    def lattices(self) -> tuple[Float[np.ndarray, "values"] | None, ...]:
+        """The values of P^x (in layers) and of each P^y, float64 (Table 9); None for an axis that is continuous."""
+        return tuple(_lattice(low, high, step) for low, high, step, _ in self.axes)
 
     @property
-    def initial_genes(self) -> Float[np.ndarray, "C 2"]:
+    def initial_genes(self) -> Float[np.ndarray, "C axes"]:
         """Eq. 8: (k (L-1)/d, initial factor) for k = 0..d, x rounded to the lattice (half to even), as float32 genes.
 
         With `initial_points`, those, put on the lattice.
@@ -99,15 +115,20 @@ class GeneticSettings:
                 ],
                 axis=1,
             ).astype(np.float32)
-        (x_values, y_values), d = self.lattices, max(self.control_points - 1, 1)
+        (x_values, *of_y), d = self.lattices, max(self.control_points - 1, 1)
         k = np.arange(self.control_points)
-        x = k * (self.num_layers - 1) / d if x_values is None else np.round(k * (len(x_values) - 1) / d)
-        y = self.initial_factor if y_values is None else np.searchsorted(y_values, self.initial_factor)
-        return np.stack([x, np.full(len(k), y)], axis=1).astype(np.float32)
+        genes = [k * (self.num_layers - 1) / d if x_values is None else np.round(k * (len(x_values) - 1) / d)]
+        for values, (_, _, initial) in zip(of_y, self.boxes.values(), strict=True):
+            genes.append(np.full(len(k), initial if values is None else np.searchsorted(values, initial)))
+        return np.stack(genes, axis=1).astype(np.float32)
 
     def search_space(self) -> dict[str, int | None]:
-        """Sizes (Appendix B): `paper` (|X| |Y|)^C, `valid` those in order (Eq. 10), `brute_force` |Y|^L; None if continuous."""
-        x, y = (None if values is None else len(values) for values in self.lattices)
+        """Sizes (Appendix B): `paper` (|X| |Y|)^C, `valid` those in order (Eq. 10), `brute_force` |Y|^L; None if continuous.
+
+        |Y| is that of all numbers that are learnt together.
+        """
+        x, *of_y = (None if values is None else len(values) for values in self.lattices)
+        y = None if None in of_y else math.prod(size for size in of_y if size)
         return {
             "paper": x and y and (x * y) ** self.control_points,
             "valid": x and y and math.comb(x, self.control_points) * y**self.control_points,

@@ -14,13 +14,13 @@ from jaxtyping import Float
 from lpes_jax import hosts, process
 from lpes_jax.errors import UserError
 from lpes_jax.evaluation import BASELINE, PLAIN, Candidate, Outcome, default_metrics, evaluate, slots_of
-from lpes_jax.factors import LayerFactors, read_json, write_json
+from lpes_jax.factors import LayerFactors, array_of, read_json, write_json
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.provenance import content_sha256, environment, prompts_sha256
 from lpes_jax.report.progress import SearchProgress
 from lpes_jax.rope import Granularity
 from lpes_jax.same_model import facts
-from lpes_jax.search.fitness import Fitness, Group, fit, groups_of, make_scorer, search_prompts
+from lpes_jax.search.fitness import Fitness, Group, Individuals, fit, groups_of, make_scorer, search_prompts
 from lpes_jax.search.mixture import Mixture
 from lpes_jax.search.non_finite import first_bad_layer
 from lpes_jax.search.plain_text import check_windows
@@ -55,7 +55,7 @@ class SearchResult:
 
     factors: LayerFactors
     reports: list[Report]
-    control_points: Float[np.ndarray, "C 2"] | None
+    control_points: Float[np.ndarray, "C n"] | None
     selection: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -119,9 +119,9 @@ def search(
     if mixture is not None:
         groups = groups_of(mixture.titles, mixture.weights, searched, prompts, scorer.answer_tokens, settings.weights)
 
-    def trace(prompt: int, factors: Float[np.ndarray, "L *units"], granularity: Granularity) -> int | str | None:
+    def trace(prompt: int, row: Individuals, kinds: tuple[Granularity, Granularity]) -> int | str | None:
         [ids] = token_ids(tokenizer, [everything[prompt].text + (everything[prompt].answers or ("",))[0]])
-        return first_bad_layer(model, ids, factors, granularity)
+        return first_bad_layer(model, ids, row.factors, kinds[0], row.gains, kinds[1])
 
     candidates = sum((_HELD_OUT - (task.plain is None)) * len(of_task) * len(places)
                      for task, of_task, places in zip(tasks, held_out, reported, strict=True))  # fmt: skip
@@ -137,7 +137,7 @@ def search(
             with SearchProgress(total) as progress:
                 with GracefulStop() as stop:
                     positions = [position for _, position in searched[0]]
-                    fitness = Fitness(settings, scorer, trace, positions, space.granularity, folder, progress, stop, groups)
+                    fitness = Fitness(settings, scorer, trace, positions, space.granularities, folder, progress, stop, groups)
                     try:
                         algorithm.run(model, tokenizer, prompts, fitness)
                     except BudgetSpent:
@@ -148,11 +148,15 @@ def search(
                 progress.note("measuring on held-out questions")
                 best = fitness.best
                 points = best["control_points"]
+                numbers = {"learn": settings.learn, "parameter": settings.parameter}
+                numbers = {} if numbers == {"learn": "factors", "parameter": "factor"} else numbers  # of a curve's columns
                 found = LayerFactors(
-                    np.array(best["factors"]),
-                    granularity=space.granularity,
+                    array_of(best["factors"]),
+                    space.granularities[0],
+                    gains=None if "gains" not in best else np.array(best["gains"]),
+                    gains_granularity=space.granularities[1],
                     model=identity | facts(config, tokenizer),
-                    curve={"type": settings.curve, "control_points": points, "layers": [layers[0], layers[-1]]},
+                    curve={"type": settings.curve, "control_points": points, "layers": [layers[0], layers[-1]], **numbers},
                     rope=config.rope.to_hf(),
                     search={
                         **as_record(settings),
@@ -185,7 +189,7 @@ def search(
                                 Candidate(PLAIN, plain=True),
                                 Candidate(BASELINE),
                                 Candidate("uniform", LayerFactors.uniform(uniform["factor"], config.num_layers)),
-                                Candidate("pi", LayerFactors.uniform(float(found.factors.mean()), config.num_layers)),
+                                Candidate("pi", LayerFactors.uniform(found.mean, config.num_layers)),
                                 Candidate("lpes", found),
                             ],
                             metrics=of_task,
@@ -215,11 +219,12 @@ def _config(
 ) -> dict[str, Any]:
     """`config.json`: all that decides a run's results, by content where it is a file's."""
     files = {"data": settings.data, "text": settings.text}
+    start = b"".join(values.tobytes() for values in (space.x, *(column for column, _, _ in space.learnt.values())))
     return {
         "model": identity | {"config_sha256": hashlib.sha256(repr(model.config).encode()).hexdigest()},
         "settings": as_record(settings),
         "sha256": {name: content_sha256(path, f"--{name} ") for name, path in files.items() if path is not None}
-        | {"prompts": prompts_sha256(asked), "start": hashlib.sha256(space.x.tobytes() + space.y.tobytes()).hexdigest()},
+        | {"prompts": prompts_sha256(asked), "start": hashlib.sha256(start).hexdigest()},
         "environment": environment(),
     }
 

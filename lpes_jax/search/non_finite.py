@@ -14,14 +14,21 @@ from lpes_jax.rope import Granularity
 
 
 def first_bad_layer(
-    model: Llama, ids: list[int], factors: Float[np.ndarray, "L *units"], granularity: Granularity
+    model: Llama,
+    ids: list[int],
+    factors: Float[np.ndarray, "L *units"],
+    granularity: Granularity,
+    gains: Float[np.ndarray, "L *units"] | None = None,
+    gains_granularity: Granularity = "layer",
 ) -> int | str | None:
     """The first layer whose output is not finite on a text; `embedding` or `logits` where it is before or behind the layers.
 
     None where everything is finite, as the last digits of a text that is run alone may let it be.
     """
     model, config, positions = on_one_device(model), model.config, jnp.arange(len(ids))
-    rows = layer_rows(config, config.rope_table(len(ids), jnp.asarray(factors, jnp.float32), granularity))
+    of_gains = None if gains is None else jnp.asarray(gains, jnp.float32)
+    table = config.rope_table(len(ids), jnp.asarray(factors, jnp.float32), granularity, of_gains, gains_granularity)
+    rows = layer_rows(config, table)
     x = model.embed[...][jnp.array([ids], jnp.int32)]
     if not jnp.isfinite(x).all():
         return "embedding"

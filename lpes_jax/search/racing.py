@@ -197,12 +197,16 @@ class StagedScorer:
         granularity: Granularity = "layer",
         on_prompts: Callable[[int], None] = lambda count: None,
         stages: Sequence[int] = range(len(STAGES)),
+        *,
+        gains: Float[np.ndarray, "P ..."] | None = None,
+        gains_granularity: Granularity = "layer",
     ) -> Scores:
         """As `Scorer`'s; of the prompts of some stages alone, where they are named, and 0 for the others."""
         shape = len(factors), self.num_prompts
         scores = Scores(np.zeros(shape, bool), np.zeros(shape, np.float32))
         for at in itertools.chain(*(STAGES[stage] for stage in stages)):
-            for whole, part in zip(scores, self._scorers[at](factors, granularity, on_prompts), strict=True):
+            new = self._scorers[at](factors, granularity, on_prompts, gains=gains, gains_granularity=gains_granularity)
+            for whole, part in zip(scores, new, strict=True):
                 whole[:, self._prompts[at]] = part
         return scores
 

@@ -23,7 +23,7 @@ from lpes_jax.search.genetic_settings import GeneticSettings
 from lpes_jax.search.gradient import GradientSettings
 from lpes_jax.search.mixture import is_mixture
 from lpes_jax.search.plain_text import DEFAULT_WINDOW
-from lpes_jax.search.space import Space
+from lpes_jax.search.space import Learn, Parameter, Space
 from lpes_jax.tasks.flags import SETTINGS as TASK_SETTINGS
 from lpes_jax.tasks.flags import TaskFlags
 from lpes_jax.tasks.prompts import Overlength, check_once, check_positions
@@ -136,6 +136,13 @@ class SearchSettings(TaskFlags):
     frequency."""
     control_points: int | None = None
     """Control points of the curve (default 4; free: one a layer)."""
+    learn: Learn = "factors"
+    """What is found: factors of the frequencies, gains (what each frequency's part of q . k is multiplied by, of the same curve
+    and granularity), or both."""
+    parameter: Parameter = "factor"
+    """What the numbers of frequencies are: factor; multiplier, which is 1 / factor, so that --min-factor, --max-factor and
+    --initial-factor are of multipliers, and 0 lets a frequency stand still; log: factors and gains whose logarithms Adam
+    moves (--algorithm gradient)."""
     layers: str = ":"
     """Layers that the curve scales, as a slice: `2:` leaves the first two as they are, as the authors' released code does."""
     min_factor: float = 0.5
@@ -144,6 +151,12 @@ class SearchSettings(TaskFlags):
     """Highest factor."""
     initial_factor: float = 1.0
     """Factor of every control point of the first individual (Eq. 8)."""
+    min_gain: float = 0.2
+    """Lowest gain."""
+    max_gain: float = 4.0
+    """Highest gain."""
+    initial_gain: float = 1.0
+    """Gain of every control point of the first individual."""
     initial_factors: Path | None = None
     """factors.json of another search to start from, in place of --initial-factor."""
     other_model: bool = False
@@ -151,7 +164,7 @@ class SearchSettings(TaskFlags):
     x_step: float = 1.0
     """Lattice of the control points' x, in layers; 0: continuous."""
     y_step: float = 0.05
-    """Lattice of the control points' y; 0: continuous."""
+    """Lattice of the control points' y (and gains); 0: continuous."""
     fitness: Fitness = "accuracy"
     """accuracy: the greedy output begins with the gold answer (or the likeliest option is right), weighted by position;
     log_likelihood: of the gold answer; metric: the task's own, of generated text."""
@@ -174,7 +187,7 @@ class SearchSettings(TaskFlags):
     max_change_x: float = 2.0
     """Largest change of x in a mutation, in layers (M_x)."""
     max_change_y: float = 0.2
-    """Largest change of y in a mutation (M_y)."""
+    """Largest change of y (and of a gain) in a mutation (M_y)."""
     mutation_rate: float = 1.0
     """Probability that a mutation moves a control point."""
     generations: int = 20
@@ -208,7 +221,7 @@ class SearchSettings(TaskFlags):
     box: Literal["clip", "sigmoid"] = "clip"
     """gradient: how factors stay within the bounds: put back after each step, or as a sigmoid of what Adam moves."""
     stay_close: float = 0.0
-    """gradient: weight of the mean squared distance of the factors from 1."""
+    """gradient: weight of the mean squared distance of the factors, and of the gains, from 1."""
     text: Path | None = None
     """gradient: plain text that must not become less likely (where it is wanted and not given: text that the model writes)."""
     text_weight: float = 0.0
@@ -288,6 +301,10 @@ def check(settings: SearchSettings) -> None:
             raise UserError(f"{several}: --fitness metric is of one task; use accuracy or log_likelihood")
     if settings.race and settings.fitness == "metric":
         raise UserError("--race: --fitness metric has individuals one by one generate text on all questions; leave --race out")
+    if settings.parameter == "log" and settings.algorithm != "gradient":
+        raise UserError(f"--parameter log is how Adam moves; --algorithm {settings.algorithm} takes factor or multiplier")
+    if settings.parameter == "log" and settings.box == "sigmoid":
+        raise UserError("--parameter log and --box sigmoid are two scales of one number; give one of them")
     if settings.max_evaluations is not None and settings.algorithm == "gradient":
         raise UserError("--max-evaluations counts individuals, which --algorithm gradient has none of; give --steps")
 
@@ -317,10 +334,19 @@ def scaled_layers(settings: SearchSettings, num_layers: int) -> range:
 def search_space(settings: SearchSettings, config: LlamaConfig, layers: range) -> Space:
     """The space that the settings ask for; `layers` of the model are scaled. Raises UserError where there is none."""
     s = settings
-    if not 0 < s.min_factor <= s.initial_factor <= s.max_factor:
+    standing = s.parameter == "multiplier"
+    least = 0.0 if standing else np.nextafter(0.0, 1.0)
+    if not least <= s.min_factor <= s.initial_factor <= s.max_factor:
+        above = "0 or more" if standing else "above 0"
         raise UserError(
-            f"--initial-factor {s.initial_factor} must lie from --min-factor {s.min_factor} (above 0) to "
+            f"--initial-factor {s.initial_factor} must lie from --min-factor {s.min_factor} ({above}) to "
             f"--max-factor {s.max_factor}"
+        )
+    least = np.nextafter(0.0, 1.0) if s.parameter == "log" else 0.0
+    if s.learn != "factors" and not least <= s.min_gain <= s.initial_gain <= s.max_gain:
+        above = "above 0" if s.parameter == "log" else "0 or more"
+        raise UserError(
+            f"--initial-gain {s.initial_gain} must lie from --min-gain {s.min_gain} ({above}) to --max-gain {s.max_gain}"
         )
     half, granularity, units = config.rotary_dim // 2, s.granularity, ()
     bands = s.bands or half
@@ -352,6 +378,11 @@ def search_space(settings: SearchSettings, config: LlamaConfig, layers: range) -
         np.full((count, *units), float(s.initial_factor)),
         s.min_factor,
         s.max_factor,
+        s.learn,
+        s.parameter,
+        np.full((count, *units), float(s.initial_gain)),
+        s.min_gain,
+        s.max_gain,
     )
     if s.initial_factors is None:
         return space
@@ -362,7 +393,7 @@ def genetic_settings(settings: SearchSettings, space: Space) -> GeneticSettings:
     """The GA's part. A free or shared curve is one control point a layer or dimension, whose x never moves."""
     if space.y.ndim > 1:
         raise UserError(
-            f"--algorithm ga moves one factor a layer, not --granularity {space.granularity}; "
+            f"--algorithm ga moves one number a layer, not --granularity {space.granularity}; "
             "use --algorithm gradient or one of evosax's (cma_es, ...)"
         )
     pinned = settings.curve in ("free", "shared")
@@ -372,7 +403,9 @@ def genetic_settings(settings: SearchSettings, space: Space) -> GeneticSettings:
     if pinned:
         values["max_change_x"] = 0.0
     if settings.initial_factors is not None:
-        values["initial_points"] = tuple(map(tuple, np.stack([space.x, space.y], axis=1).tolist()))
+        points = space.points(space.start)
+        assert points is not None  # one curve
+        values["initial_points"] = tuple(map(tuple, points.tolist()))
     genetic = GeneticSettings(**values)
     x = genetic.initial_genes[:, 0]
     if settings.initial_factors is not None and not pinned and len(space.layers) > 1 and (np.diff(x) <= 0).any():

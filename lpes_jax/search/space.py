@@ -1,17 +1,20 @@
-"""What a search moves, and the factors that it makes: control points of a curve, for a layer or for each part of a layer.
+"""What a search moves, and the factors and gains that it makes: control points of a curve, for a layer or each part of one.
 
     space = search_space(settings, config)
     factors = space.factors(space.x, space.y)            # [L] at granularity `layer`, [L, 8] with eight bands, ...
+    factors, gains = space.individual(space.start)       # of what is learnt; gains None where they are not
 
-A space has C control points. Their x are layers, counted from the first that is scaled; their y are factors: one for each
-point, or with a finer granularity one for each point and unit (frequency band, KV group) of a layer, each unit a curve of its
-own. With `free` the points are the layers. With `shared` they are the dimensions of a head, and all layers have the same
-factors (as LongRoPE has). Layers that `--layers` leaves out have factor 1.
+A space has C control points. Their x are layers, counted from the first that is scaled; their y are factors (or multipliers,
+which are 1 / factor and may be 0), their g gains: one for each point, or with a finer granularity one for each point and unit
+(frequency band, KV group) of a layer, each unit a curve of its own. y and g are curves over the same x. With `free` the points
+are the layers. With `shared` they are the dimensions of a head, and all layers have the same numbers (as LongRoPE has). Layers
+that `--layers` leaves out have factor and gain 1.
 
 Letters: C control points, L layers, K key-value heads.
 """
 
 from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,15 +24,31 @@ from jaxtyping import Array, Float
 from lpes_jax.curves import CURVES
 from lpes_jax.errors import UserError
 from lpes_jax.factors import LayerFactors
-from lpes_jax.rope import Granularity
+from lpes_jax.rope import Granularity, RopeTable
 
+Learn = Literal["factors", "gains", "both"]
+Parameter = Literal["factor", "multiplier", "log"]
 LEAST_GAP = 0.05  # between neighbouring x, in layers, where a gradient moves them
 _ROUNDING = 1e-6  # of a number that was float32, or written with seven digits
 
 
+class Numbers(NamedTuple):
+    """What a search moves; what is not learnt stands at its start."""
+
+    x: Float[Array | np.ndarray, "C"]
+    y: Float[Array | np.ndarray, "C *units"]
+    g: Float[Array | np.ndarray, "C *units"]
+
+
+_NOUNS = {"y": "factor", "g": "gain"}
+
+
 @dataclass(frozen=True)
 class Space:
-    """`x` `[C]` and `y` `[C, *units]` are where a search starts; `low` and `high` are the box of y. Factors without unit."""
+    """`x` `[C]`, `y` and `g` `[C, *units]` are where a search starts; `low` and `high` are the box of y. All without unit.
+
+    `gains`: g (None: 1), its lowest and its highest value.
+    """
 
     num_layers: int
     layers: range
@@ -39,9 +58,58 @@ class Space:
     y: Float[np.ndarray, "C *units"]
     low: float
     high: float
+    learn: Learn = "factors"
+    parameter: Parameter = "factor"
+    g: Float[np.ndarray, "C *units"] | None = None
+    low_gain: float = 1.0
+    high_gain: float = 1.0
+
+    @property
+    def start(self) -> Numbers:
+        return Numbers(self.x, self.y, np.ones_like(self.y) if self.g is None else self.g)
+
+    @property
+    def learnt(self) -> dict[str, tuple[Float[np.ndarray, "C *units"], float, float]]:
+        """Of y and g what is learnt: its start, its lowest and its highest value."""
+        gains = np.ones_like(self.y) if self.g is None else self.g
+        columns = {"y": (self.y, self.low, self.high), "g": (gains, self.low_gain, self.high_gain)}
+        return {name: columns[name] for name in {"factors": "y", "gains": "g", "both": "yg"}[self.learn]}
+
+    @property
+    def granularities(self) -> tuple[Granularity, Granularity]:
+        """Of the factors and of the gains that `individual` gives."""
+        return ("layer" if self.learn == "gains" else self.granularity), self.granularity
+
+    def individual(self, numbers: Numbers) -> tuple[Float[Array, "L ..."], Float[Array, "L ..."] | None]:
+        """The factors of all layers, 1 where they are not learnt, and the gains, None where they are not. Traceable."""
+        factors = jnp.ones(self.num_layers) if self.learn == "gains" else self.factors(numbers.x, numbers.y)
+        return factors, None if self.learn == "factors" else self.of_layers(numbers.x, numbers.g)
+
+    def table(self, own: RopeTable, numbers: Numbers) -> RopeTable:
+        """A model's own table with what is learnt. Differentiable, in multipliers of 0 as well."""
+        table = own
+        if "y" in self.learnt:
+            change = table.multiplied if self.parameter == "multiplier" else table.scaled
+            table = change(self.of_layers(numbers.x, numbers.y), self.granularity)
+        return table.with_gains(self.of_layers(numbers.x, numbers.g), self.granularity) if "g" in self.learnt else table
+
+    def points(self, numbers: Numbers) -> Float[np.ndarray, "C n"] | None:
+        """x and what is learnt as columns, for records; None where units of a layer have curves of their own."""
+        columns = [numbers.x, *(getattr(numbers, name) for name in self.learnt)]
+        return np.stack(columns, axis=1) if columns[1].ndim == 1 else None
+
+    def numbers(self, points: Float[Array | np.ndarray, "C n"]) -> Numbers:
+        """What `points` gave. Traceable."""
+        columns = {name: points[:, 1 + at] for at, name in enumerate(self.learnt)}
+        return self.start._replace(x=points[:, 0], **columns)
 
     def factors(self, x: Float[Array | np.ndarray, "C"], y: Float[Array | np.ndarray, "C *units"]) -> Float[Array, "L ..."]:
         """The factors of all layers, of every granularity but `layer` with the axes of its units. Traceable."""
+        of_layers = self.of_layers(x, y)
+        return 1 / of_layers if self.parameter == "multiplier" else of_layers
+
+    def of_layers(self, x: Float[Array | np.ndarray, "C"], y: Float[Array | np.ndarray, "C *units"]) -> Float[Array, "L ..."]:
+        """What curves of y over x are at each layer, 1 at those that are left out."""
         y = jnp.asarray(y)
         x = jnp.asarray(x, y.dtype)
         if self.curve == "shared":
@@ -72,60 +140,82 @@ class Space:
         """
         if factors.num_layers != self.num_layers:
             raise UserError(f"{where}: {factors.num_layers} layers of factors, but the model has {self.num_layers}")
+        if self.learn == "factors" and factors.gains is not None:
+            raise UserError(f"{where}: has gains, which --learn factors would leave out; give --learn both")
+        if self.learn == "gains" and (factors.factors != 1).any():
+            raise UserError(f"{where}: has factors other than 1, which --learn gains would leave out; give --learn both")
         if self.curve == "free":
-            self._check_left_out(factors, where)
-            found = factors.factors[self.layers.start : self.layers.stop]
-            if factors.granularity == "layer":
-                found = np.broadcast_to(found.reshape(len(found), *(1 for _ in self.y.shape[1:])), self.y.shape)
-            elif factors.granularity != self.granularity or found.shape != self.y.shape:
-                raise UserError(
-                    f"{where}: factors of granularity {factors.granularity}; give --granularity and --bands as there"
-                )
-            return replace(self, y=self._in_box(found, where))
+            of_factors = 1 / factors.factors if self.parameter == "multiplier" else factors.factors
+            found = {"y": (of_factors, factors.granularity), "g": (factors.gains, factors.gains_granularity or "layer")}
+            start = {}
+            for name in self.learnt:
+                values, granularity = found[name]
+                if values is not None:
+                    self._check_left_out(name, values, where)
+                    start[name] = self._in_box(name, self._of_units(name, values, granularity, where), where)
+            return replace(self, **start)
         curve = factors.curve or {}
         try:
             points = np.array(curve.get("control_points") or [], np.float64)
-        except (TypeError, ValueError):  # not numbers, or not two in each
+        except (TypeError, ValueError):  # not numbers, or not as many in each
             points = np.empty(0)
-        if curve.get("type") != self.curve or points.shape != (len(self.x), 2) or self.y.ndim > 1:
+        kind = curve.get("type"), curve.get("learn", "factors"), curve.get("parameter", "factor") == "multiplier"
+        wanted = self.curve, self.learn, self.parameter == "multiplier"
+        if kind != wanted or points.shape != (len(self.x), 1 + len(self.learnt)) or self.y.ndim > 1:
+            others = "" if wanted[1:] == ("factors", False) == kind[1:] else f" for --learn {self.learn}"
+            flags = "--curve and --control-points" if not others else "--curve, --control-points, --learn and --parameter"
             raise UserError(
-                f"{where}: holds no {len(self.x)} control points of a {self.curve} curve; give --curve and "
-                "--control-points as that search had them, or --curve free"
+                f"{where}: holds no {len(self.x)} control points of a {self.curve} curve{others}; give {flags} as that search "
+                "had them, or --curve free"
             )
-        y = self._in_box(points[:, 1], where)
+        numbers = self.numbers(points)
+        start = {name: self._in_box(name, getattr(numbers, name), where) for name in self.learnt}
         if self.curve == "shared":  # whose x are dimensions in their order
-            return replace(self, y=y)
+            return replace(self, **start)
         scaled = [self.layers[0], self.layers[-1]]
         if curve.get("layers", scaled) != scaled:
             raise UserError(
                 f"{where}: its curve goes over the layers {curve['layers']!r:.40} (first and last), that of this search over "
                 f"{scaled}; give --layers as there, or --curve free"
             )
-        return replace(self, x=self._increasing(points[:, 0], where), y=y)
+        return replace(self, x=self._increasing(points[:, 0], where), **start)
 
-    def _check_left_out(self, factors: LayerFactors, where: str) -> None:
-        """Raise UserError where a layer that this search leaves as it is has another factor than 1."""
+    def _of_units(
+        self, name: str, found: Float[np.ndarray, "L *units"], granularity: Granularity, where: str
+    ) -> Float[np.ndarray, "C *units"]:
+        found = found[self.layers.start : self.layers.stop]
+        if granularity == "layer":
+            return np.broadcast_to(found.reshape(len(found), *(1 for _ in self.y.shape[1:])), self.y.shape)
+        if granularity != self.granularity or found.shape != self.y.shape:
+            raise UserError(f"{where}: {_NOUNS[name]}s of granularity {granularity}; give --granularity and --bands as there")
+        return found
+
+    def _check_left_out(self, name: str, values: Float[np.ndarray, "L *units"], where: str) -> None:
+        """Raise UserError where a layer that this search leaves as it is has another factor or gain than 1."""
         for layer in sorted({*range(self.num_layers)} - {*self.layers}):
-            others = factors.factors[layer].ravel()
+            others = values[layer].ravel()
             if (others := others[others != 1]).size:
                 raise UserError(
-                    f"{where}: layer {layer} has factor {others[0]:g}, and --layers leaves that layer as it is; widen --layers"
+                    f"{where}: layer {layer} has {_NOUNS[name]} {others[0]:g}, and --layers leaves that layer as it is; widen "
+                    "--layers"
                 )
 
-    def _in_box(self, y: Float[np.ndarray, "C *units"], where: str) -> Float[np.ndarray, "C *units"]:
-        """y, but for rounding; UserError for the first that lies outside the box or is not finite."""
-        inside = (y >= self.low - _ROUNDING * self.low) & (y <= self.high + _ROUNDING * self.high)  # false for NaN
+    def _in_box(self, name: str, values: Float[np.ndarray, "C *units"], where: str) -> Float[np.ndarray, "C *units"]:
+        """The values, but for rounding; UserError for the first that lies outside the box or is not finite."""
+        _, low, high = self.learnt[name]
+        noun = _NOUNS[name]
+        inside = (values >= low - _ROUNDING * low) & (values <= high + _ROUNDING * high)  # false for NaN
         if not inside.all():
-            at = np.argwhere(~inside)[0]
-            value, what = float(y[tuple(at)]), {"free": "layer", "shared": "dimension"}.get(self.curve, "control point")
-            number = self.layers[at[0]] if self.curve == "free" else at[0]
+            index = np.argwhere(~inside)[0]
+            value, what = float(values[tuple(index)]), {"free": "layer", "shared": "dimension"}.get(self.curve, "control point")
+            number = self.layers[index[0]] if self.curve == "free" else index[0]
             if not np.isfinite(value):
-                raise UserError(f"{where}: {what} {number} has the factor {value}, which is not finite")
-            side, flag, bound = ("below", "min", self.low) if value < self.low else ("above", "max", self.high)
+                raise UserError(f"{where}: {what} {number} has the {noun} {value}, which is not finite")
+            side, flag, bound = ("below", "min", low) if value < low else ("above", "max", high)
             raise UserError(
-                f"{where}: {what} {number} has the factor {value:g}, {side} --{flag}-factor {bound:g}; widen --{flag}-factor"
+                f"{where}: {what} {number} has the {noun} {value:g}, {side} --{flag}-{noun} {bound:g}; widen --{flag}-{noun}"
             )
-        return np.clip(y, self.low, self.high)
+        return np.clip(values, low, high)
 
     def _increasing(self, x: Float[np.ndarray, "C"], where: str) -> Float[np.ndarray, "C"]:
         """x, but for rounding; UserError where it leaves the scaled layers or does not increase (Eq. 10)."""
