@@ -9,6 +9,7 @@ end with the code of the one that failed.
 import contextlib
 import errno
 import io
+import itertools
 import os
 import re
 import signal
@@ -114,10 +115,10 @@ def _fault() -> int:
 def value_of(flag: str, arguments: Sequence[str]) -> str | None:
     """What stands behind `flag` (`--flag value` or `--flag=value`), the last time it is given."""
     value = None
-    for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
+    for argument, following in itertools.pairwise([*arguments, None]):
         if argument == flag:
             value = following
-        elif argument.startswith(f"{flag}="):
+        elif argument is not None and argument.startswith(f"{flag}="):
             value = argument.partition("=")[2]
     return value
 

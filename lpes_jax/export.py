@@ -32,6 +32,7 @@ from lpes_jax.cli import run_verb
 from lpes_jax.errors import UserError
 from lpes_jax.factors import FORMAT, LayerFactors, write_json
 from lpes_jax.generation import generate_ids
+from lpes_jax.json_files import read_json
 from lpes_jax.limits import check_bounds
 from lpes_jax.models.llama.checkpoint import Checkpoint, load_llama, open_checkpoint, save_llama
 from lpes_jax.models.llama.model import Llama
@@ -132,7 +133,7 @@ def _take_files(checkpoint: Checkpoint, folder: Path, copy: bool) -> None:
 def _let_transformers_4_read_the_tokenizer(folder: Path) -> None:
     """The class that transformers 5 writes has another name in 4, and there by default hands the model token types."""
     path = folder / "tokenizer_config.json"
-    config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    config = read_json(path, dict) if path.exists() else {}
     if config.get("tokenizer_class") == "TokenizersBackend":
         names = {"model_input_names": ["input_ids", "attention_mask"]}
         write_json(path, names | config | {"tokenizer_class": "PreTrainedTokenizerFast"})
@@ -140,7 +141,7 @@ def _let_transformers_4_read_the_tokenizer(folder: Path) -> None:
 
 def _write_config(folder: Path, factors: LayerFactors, more: dict[str, Any]) -> None:
     """The config that lies there, with `more`, the factors, and its RoPE in the spelling of transformers 4 too."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | more
+    config = read_json(folder / "config.json", dict) | more
     if (rope := config.get("rope_parameters")) and not config.get("rope_scaling"):
         # Version 4 ignores rope_parameters, and would take a theta of 10,000.
         rope = dict(rope)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from lpes_jax.errors import UserError
+from lpes_jax.json_files import is_number, kind_of, read_json
 from lpes_jax.rope import GRANULARITIES, Granularity
 
 FORMAT = "lpes-factors/1"
@@ -73,11 +74,12 @@ class LayerFactors:
         holds unusable factors.
         """
         path = _zoo_file(Path(path)) or Path(path)
-        record = read_json(path)
+        record = read_json(path, finite=False)
         if not isinstance(record, dict) or record.get("format") != FORMAT:
             raise UserError(f"{path}: not a {FORMAT} file; give the factors.json that a search wrote")
         if "factors" not in record:
             raise UserError(f"{path}: factors are missing; give the factors.json that a search wrote")
+        _check_described(record, path)
         try:
             factors = _checked(record["factors"], record.get("granularity", "layer"))
         except UserError as error:
@@ -97,16 +99,6 @@ def _zoo_file(name: Path) -> Path | None:
     return zoo[found[0]] if found else None
 
 
-def read_json(path: Path) -> Any:
-    """The contents of a JSON file; UserError where it is missing or not JSON."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise UserError(f"{path}: not a JSON file ({error})") from error
-
-
 def write_json(path: Path, record: Any) -> None:
     """Write JSON under a temporary name and rename it when it is on the disk, so that no reader ever sees half a file."""
     temporary, text = path.with_name(path.name + ".part"), json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False)
@@ -117,12 +109,40 @@ def write_json(path: Path, record: Any) -> None:
     os.replace(temporary, path)
 
 
+def _check_described(record: dict[str, Any], path: Path) -> None:
+    """Raise UserError where what describes the factors is of another kind than it should be, or factors are no numbers."""
+    for name in ("model", "rope", "search", "evaluation", "curve"):
+        if not isinstance(value := record.get(name, {}), dict) and not (name == "curve" and value is None):
+            raise UserError(f"{path}: {name} must be an object in JSON, got {kind_of(value)}; give the file that a search wrote")
+    curve = record.get("curve") or {}
+    points, layers = curve.get("control_points"), curve.get("layers")
+    if not isinstance(curve.get("type", ""), str):
+        raise UserError(f"{path}: the curve's type must be a string, got {kind_of(curve['type'])}")
+    if points is not None and not (isinstance(points, list) and _are_numbers(points)):
+        raise UserError(f"{path}: control_points of the curve must be lists of finite numbers, got {points!r:.60}")
+    if layers is not None and not (isinstance(layers, list) and len(layers) == 2 and _are_numbers(layers)):
+        raise UserError(f"{path}: layers of the curve must be the first and the last one, got {layers!r:.60}")
+    if not _are_numbers(record["factors"], finite=False):
+        raise UserError(f"{path}: factors must be numbers, the same count in every layer")
+    try:
+        json.dumps({name: value for name, value in record.items() if name != "factors"}, allow_nan=False)
+    except ValueError as error:
+        raise UserError(f"{path}: holds NaN or an infinity, which are no numbers in JSON; give the file that a search wrote") from error
+
+
+def _are_numbers(value: Any, *, finite: bool = True) -> bool:
+    """Numbers, in lists or lists of lists."""
+    if isinstance(value, list):
+        return all(_are_numbers(inner, finite=finite) for inner in value)
+    return is_number(value) or (not finite and isinstance(value, float))
+
+
 def _checked(factors: Any, granularity: Any) -> np.ndarray:
     if granularity not in GRANULARITIES:
         raise UserError(f"granularity {granularity!r} is not one of {', '.join(GRANULARITIES)}")
     try:
         array = np.asarray(factors, np.float64)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise UserError("factors must be numbers, the same count in every layer") from error
     if array.ndim != _RANK[granularity] or not array.size:
         raise UserError(f"granularity {granularity} needs factors of {_RANK[granularity]} axes, got shape {list(array.shape)}")

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from lpes_jax.errors import UserError
+from lpes_jax.limits import check_path
 
 _HERE = Path(__file__).parent
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.model", "merges.txt", "*.jinja"]
@@ -42,7 +43,11 @@ def resolve(name_or_path: str) -> Path:
     """
     if name_or_path in names():
         return _zoo_model(name_or_path)
-    path = Path(name_or_path).expanduser()
+    try:
+        path = Path(name_or_path).expanduser()
+    except RuntimeError as error:  # ~someone who is not there
+        raise UserError(f"no model {name_or_path!r:.60}: {error}") from error
+    check_path("model ", path)
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         return path
     if path.exists():
