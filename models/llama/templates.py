@@ -15,6 +15,7 @@ import functools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
 from functools import lru_cache
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any
@@ -32,8 +33,9 @@ if TYPE_CHECKING:
     import transformers
 
 MOST_TEMPLATE = 2**18  # characters of a template
-_BUDGET, _OF_TEXT = 2**24, 64  # units whatever the text, and units for each character of template and chat
-_STEP = 32  # units of a step, beside one for each character that it reads or writes
+# Units whatever the text, and for each character of template and chat: templates of pictures' models go over each of them.
+_BUDGET, _OF_TEXT = 2**22, 512
+_STEP, _MACRO = 64, 1024  # units of a step, or of the call of a macro, beside one for each character that it reads or writes
 _OUTPUT, _OUTPUT_OF_TEXT = 2**20, 16  # characters that a chat may become, likewise
 
 # What takes time and memory in proportion to what it is given. Of others the square is reckoned with.
@@ -182,7 +184,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.filters = {name: self._paid(name, function) for name, function in self.filters.items()}
         self.tests = {name: self._paid(name, function) for name, function in self.tests.items()}
         self.filters |= {"_spend": self._spend, "_read": self._in_context(self._read), "_joined": self._in_context(self._joined)}
-        self.globals |= {"raise_exception": _raise_exception, "dict": _Dict(), "namespace": _Namespace, "lipsum": _lipsum}
+        self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now, "dict": _Dict(), "namespace": _Namespace, "lipsum": _lipsum}
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         self.budget.spend(_cost_of_operator(operator, left, right))
@@ -195,7 +197,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         values = [*own, *args, *kwargs.values()]
         ours = isinstance(function, Macro | LoopContext | _Dict) or function in (_Namespace, dict)
         name = "namespace" if ours else getattr(function, "__name__", type(function).__name__.lower())
-        self.budget.spend(_cost(name, values) if values else 1)
+        self.budget.spend((_cost(name, values) if values else 1) + _MACRO * isinstance(function, Macro))
         return super().call(context, function, *args, **kwargs)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
@@ -330,6 +332,10 @@ def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separato
 
 def _raise_exception(message: str) -> None:
     raise TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
 
 
 def _lipsum(*args: Any, **kwargs: Any) -> str:
