@@ -9,6 +9,7 @@ end with the code of the one that failed. Streams, signals and the environment o
 import contextlib
 import errno
 import io
+import itertools
 import os
 import re
 import shutil
@@ -123,8 +124,8 @@ def _fault() -> int:
 def value_of(flag: str, arguments: Sequence[str]) -> str | None:
     """What stands behind `flag` (`--flag value` or `--flag=value`), the last time it is given."""
     value = None
-    for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
-        name, given, rest = argument.partition("=")
+    for argument, following in itertools.pairwise([*arguments, None]):
+        name, given, rest = (argument or "").partition("=")
         if name.replace("_", "-") == flag:
             value = rest if given else following
     return value

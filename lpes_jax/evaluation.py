@@ -206,7 +206,13 @@ def evaluate(
         ]
         for candidate, key in chosen:
             if candidate.name in earlier:
-                measured[key] = earlier[candidate.name]
+                before = earlier[candidate.name]
+                if before.main.shape != (len(prompts) // len(places), len(places)) or before.scores.keys() != set(metrics):
+                    raise UserError(
+                        f"--resume: what was measured of {candidate.name} is of other questions or metrics; give another "
+                        "--output-path"
+                    )
+                measured[key] = before
             if key in measured or key in of_key:
                 on_prompts(len(prompts))
             else:

@@ -34,6 +34,7 @@ from lpes_jax.cli import run_verb
 from lpes_jax.errors import UserError
 from lpes_jax.factors import FORMAT, LayerFactors, write_json
 from lpes_jax.generation import generate_ids
+from lpes_jax.json_files import read_json
 from lpes_jax.limits import check_bounds
 from lpes_jax.models.llama.checkpoint import Checkpoint, is_tied, load_llama, open_checkpoint, save_llama
 from lpes_jax.models.llama.model import Llama
@@ -179,7 +180,7 @@ def _let_transformers_4_read_the_tokenizer(folder: Path) -> None:
     tokens for `extra_special_tokens` as an error, and changes the `add_prefix_space` of a pre-tokenizer to what it finds here.
     """
     path = folder / "tokenizer_config.json"
-    config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    config = read_json(path, dict) if path.exists() else {}
     for key in ("is_local", "local_files_only"):  # of how it was read here
         config.pop(key, None)
     if isinstance(tokens := config.get("extra_special_tokens"), list):
@@ -201,7 +202,7 @@ def _write_config(folder: Path, factors: LayerFactors, more: dict[str, Any], mod
 
     The factors stand there with what they say of models: the one that is exported, and the one that they were found for.
     """
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | more
+    config = read_json(folder / "config.json", dict) | more
     if (rope := config.get("rope_parameters")) and not config.get("rope_scaling"):
         # Version 4 ignores rope_parameters, and would take a theta of 10,000.
         rope = dict(rope)

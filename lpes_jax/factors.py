@@ -12,7 +12,6 @@ Format lpes-factors/1, which is read as well, has no gains and no null among its
 import hashlib
 import json
 import os
-import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from lpes_jax.errors import UserError
+from lpes_jax.json_files import is_number, kind_of, read_json
 from lpes_jax.rope import GRANULARITIES, Granularity
-from lpes_jax.text_files import read_text
 
 FORMAT, APPLIES_TO = "lpes-factors/2", "position / factor"
 _FORMATS = ("lpes-factors/1", FORMAT)
@@ -139,16 +138,14 @@ class LayerFactors:
         holds unusable factors. Whether they are those of a model: `lpes_jax.same_model`.
         """
         path = _zoo_file(Path(path)) or Path(path)
-        record = read_json(path)
+        record = read_json(path, finite=False)
         if not isinstance(record, dict) or record.get("format") not in _FORMATS:
             raise UserError(f"{path}: not a {FORMAT} file; give the factors.json that a search wrote")
         if "factors" not in record:
             raise UserError(f"{path}: factors are missing; give the factors.json that a search wrote")
         if (applies_to := record.get("applies_to", APPLIES_TO)) != APPLIES_TO:
             raise UserError(f"{path}: applies_to {applies_to!r:.60} is not supported; factors apply to {APPLIES_TO!r} here")
-        for name in ("model", "curve", "rope", "search", "evaluation"):
-            if not isinstance(record.get(name), dict | None):
-                raise UserError(f"{path}: {name} must be a JSON object, got {record[name]!r:.60}")
+        _check_described(record, path)
         try:
             new = record["format"] == FORMAT
             factors = _read(record["factors"], record.get("granularity", "layer"), nulls=new)
@@ -172,16 +169,6 @@ def _zoo_file(name: Path) -> Path | None:
     return zoo[found[0]] if found else None
 
 
-def read_json(path: Path) -> Any:
-    """The contents of a JSON file; UserError where it is missing or not JSON."""
-    try:
-        return json.loads(read_text(path))
-    except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
-    except ValueError as error:
-        raise UserError(f"{path}: not a JSON file ({error})") from error
-
-
 def write_json(path: Path, record: Any) -> None:
     """Write JSON under a temporary name and rename it when it is on the disk, so that no reader ever sees half a file."""
     write_text(path, json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
@@ -195,6 +182,39 @@ def write_text(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+def _check_described(record: dict[str, Any], path: Path) -> None:
+    """Raise UserError where what describes the factors is of another kind than it should be, or factors are no numbers."""
+    for name in ("model", "rope", "search", "evaluation", "curve"):
+        if not isinstance(value := record.get(name, {}), dict) and not (name == "curve" and value is None):
+            raise UserError(
+                f"{path}: {name} must be an object in JSON, got {kind_of(value)}; give the file that a search wrote"
+            )
+    curve = record.get("curve") or {}
+    points, layers = curve.get("control_points"), curve.get("layers")
+    if not isinstance(curve.get("type", ""), str):
+        raise UserError(f"{path}: the curve's type must be a string, got {kind_of(curve['type'])}")
+    if points is not None and not (isinstance(points, list) and _are_numbers(points)):
+        raise UserError(f"{path}: control_points of the curve must be lists of finite numbers, got {points!r:.60}")
+    if layers is not None and not (isinstance(layers, list) and len(layers) == 2 and _are_numbers(layers)):
+        raise UserError(f"{path}: layers of the curve must be the first and the last one, got {layers!r:.60}")
+    for name in ("factors", "gains"):
+        if not _are_numbers(record.get(name, []), finite=False):
+            raise UserError(f"{path}: {name} must be numbers, the same count in every layer")
+    try:
+        json.dumps({name: value for name, value in record.items() if name not in ("factors", "gains")}, allow_nan=False)
+    except ValueError as error:
+        raise UserError(
+            f"{path}: holds NaN or an infinity, which are no numbers in JSON; give the file that a search wrote"
+        ) from error
+
+
+def _are_numbers(value: Any, *, finite: bool = True) -> bool:
+    """Numbers, in lists or lists of lists."""
+    if isinstance(value, list):
+        return all(_are_numbers(inner, finite=finite) for inner in value)
+    return is_number(value) or (not finite and isinstance(value, float | None))
 
 
 def json_of(factors: np.ndarray) -> list:
@@ -225,7 +245,7 @@ def _checked(values: Any, granularity: Any, what: str = "factors", *, infinite: 
         raise UserError(f"granularity {granularity!r} is not one of {', '.join(GRANULARITIES)}")
     try:
         array = np.asarray(values, np.float64)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise UserError(f"{what} must be numbers, the same count in every layer") from error
     if array.ndim != _RANK[granularity] or not array.size:
         raise UserError(f"granularity {granularity} needs {what} of {_RANK[granularity]} axes, got shape {list(array.shape)}")

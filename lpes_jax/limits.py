@@ -7,7 +7,6 @@ is opened. A field of the same name has the same bounds everywhere. What hangs o
 checked where that is known.
 """
 
-import math
 import numbers
 import os
 import typing
@@ -117,10 +116,10 @@ def check_bounds(settings: Any, prefix: str = "--") -> None:
     for field in fields(settings):
         flag = flag_of(field.name, prefix)
         for value in _leaves(getattr(settings, field.name)):
-            if isinstance(value, str | Path):
-                _check_text(flag, value, is_path=isinstance(value, Path) or field.name == "model")
-            elif field.name in kinds and field.name in BOUNDS:
+            if field.name in kinds and field.name in BOUNDS:
                 check_number(flag, value, BOUNDS[field.name], kinds[field.name])
+            elif isinstance(value, str | Path):
+                _check_text(flag, value, is_path=isinstance(value, Path) or field.name == "model")
 
 
 def check_number(flag: str, value: Any, bound: Bound, kind: type = int) -> None:
@@ -130,7 +129,7 @@ def check_number(flag: str, value: Any, bound: Bound, kind: type = int) -> None:
     if isinstance(value, bool) or not isinstance(value, wanted):
         raise UserError(f"{flag} must be a {'whole ' if kind is int else ''}number, got {shown}")
     number: Any = value  # of either kind; the types of `numbers` know no order
-    if math.isnan(number):
+    if number != number:
         raise UserError(f"{flag} must be a number from {_plain(bound.least)} to {_plain(bound.most)}{unit}, got {shown}")
     low = number <= bound.least if bound.above else number < bound.least
     high = number >= bound.most if bound.below else number > bound.most

@@ -383,6 +383,7 @@ def _keys_of(config: dict, name: str, where: str) -> dict[str, Any]:
 def _agreed(what: str, *values: Any, default: Any = None) -> Any:
     """The one value that is given, once or in several places."""
     given = [value for value in values if value is not None]
-    if others := [value for value in given if value != given[0]]:
+    # NaN, which does not equal itself, agrees with NaN here: what is wrong with it is said where numbers are checked.
+    if others := [value for value in given if value != given[0] and (value == value or given[0] == given[0])]:
         raise UserError(f"{what} is given as {given[0]!r:.40} and as {others[0]!r:.40}; delete the one that is not meant")
     return given[0] if given else default

@@ -16,7 +16,8 @@ import numpy as np
 from lpes_jax import process
 from lpes_jax.errors import UserError
 from lpes_jax.evaluation import Candidate, Outcome
-from lpes_jax.factors import read_json, write_json
+from lpes_jax.factors import write_json
+from lpes_jax.json_files import is_number, read_json
 from lpes_jax.provenance import check_resumed
 
 _PLAIN = ("compilations", "prompt_tokens", "counts", "outputs", "output_tokens")  # of an Outcome: JSON as they are
@@ -41,13 +42,21 @@ class Unfinished:
                 f"or delete {self.path}"
             )
         if self._begun.exists():
-            check_resumed(folder, read_json(self._begun), self._config)
+            check_resumed(folder, read_json(self._begun, dict, hint=f"; delete {self.path}"), self._config)
         elif self.path.exists():
             shutil.rmtree(self.path)
         self.tuned, self.measured = self._read("tuned"), self._read("measured")
 
     def _read(self, what: str) -> dict[str, Any]:
-        return {path.name.partition(".")[0]: read_json(path) for path in self.path.glob(f"*.{what}.json")}
+        records: dict[str, Any] = {}
+        for path in self.path.glob(f"*.{what}.json"):
+            record = read_json(path, dict, hint="; delete it")
+            try:
+                (outcome_of if what == "measured" else _check_tuned)(record)
+            except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+                raise UserError(f"{path}: not what a comparison leaves there ({error!r:.60}); delete it") from error
+            records[path.name.partition(".")[0]] = record
+        return records
 
     def keep(self, what: Literal["tuned", "measured"], name: str, record: dict[str, Any]) -> None:
         """Of a method, on the disk and in mind."""
@@ -93,13 +102,41 @@ def record_of(outcome: Outcome) -> dict[str, Any]:
 
 
 def outcome_of(record: Mapping[str, Any]) -> Outcome:
-    """The outcome of a record; `evaluate` gives it its candidate and prompts."""
+    """The outcome of a record; `evaluate` gives it its candidate and prompts.
+
+    Raises KeyError, TypeError or ValueError, as it comes, for a record that is none.
+    """
     likelihood, begun = record["log_likelihood"], record["prefix_of_outputs"]
+    scores = {metric: np.array(values, np.float64) for metric, values in record["scores"].items()}
+    found = [*scores.values()]
+    found += [] if likelihood is None else [np.array(likelihood, np.float32)]
+    found += [] if begun is None else [np.array(begun, bool)]
+    outputs, tokens, prompt_tokens = (record[name] for name in ("outputs", "output_tokens", "prompt_tokens"))
+    if not scores or any(values.shape != found[0].shape or values.ndim != 2 for values in found):
+        raise ValueError("scores of different shapes")
+    if any(len(values) != found[0].size for values in (outputs, tokens, prompt_tokens) if values is not None):
+        raise ValueError("not as many outputs as scores")
+    if not all(isinstance(output, str) for output in outputs or ()):
+        raise TypeError("outputs that are no texts")
+    if not all(isinstance(count, int) for count in [record["compilations"], *record["counts"].values()]):
+        raise TypeError("counts that are no numbers")
     return Outcome(
         Candidate(""),
         [],
-        {metric: np.array(values) for metric, values in record["scores"].items()},
+        scores,
         None if likelihood is None else np.array(likelihood, np.float32),
-        prefix_of_outputs=None if begun is None else np.array(begun),
+        prefix_of_outputs=None if begun is None else np.array(begun, bool),
         **{name: record[name] for name in _PLAIN},
     )
+
+
+def _check_tuned(record: Mapping[str, Any]) -> None:
+    """Raise KeyError, TypeError or ValueError for what is no record of a method's tuning."""
+    if not isinstance(record["setting"], str):
+        raise TypeError("a setting that is no text")
+    for tried in record["tried"]:
+        likelihood = tried["log_likelihood"]
+        if not (isinstance(tried["setting"], str) and is_number(tried["accuracy"])):
+            raise TypeError("a setting without accuracy")
+        if likelihood is not None and not is_number(likelihood):
+            raise TypeError("a likelihood that is no number")

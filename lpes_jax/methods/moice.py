@@ -46,6 +46,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from lpes_jax.errors import UserError
+from lpes_jax.json_files import parse_json
 from lpes_jax.methods import Maker
 from lpes_jax.models.llama.attention import cached_attention, causal_attention
 from lpes_jax.models.llama.config import LlamaConfig
@@ -93,10 +94,10 @@ class Router:
         try:
             with safe_open(path, framework="numpy") as file:
                 weights = {name: jnp.asarray(file.get_tensor(name), jnp.float32) for name in _LEAVES}
-                bases = tuple(map(float, json.loads((file.metadata() or {})["bases"])))
+                bases = tuple(map(float, parse_json((file.metadata() or {})["bases"], "bases", list)))
         except FileNotFoundError:
             raise UserError(f"{path}: no such file; train a router first") from None
-        except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+        except (SafetensorError, OSError, KeyError, TypeError, ValueError, UserError) as error:
             raise UserError(f"{path}: not a router of MoICE ({error!s:.80}); train it anew") from error
         layers, dim, count = (*weights["w1"].shape, 0, 0, 0)[:3]
         wanted = {"w1": (layers, dim, count), "w2": (layers, count, count), "w3": (layers, dim, count)}

@@ -6,6 +6,7 @@ text is markup.
 """
 
 import contextlib
+import math
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -180,4 +181,5 @@ def _header(positions: Sequence[int]) -> list[str]:
 def _cells(row: Row) -> list[str]:
     log_likelihood = "-" if row.log_likelihood is None else f"{row.log_likelihood:.2f}"
     accuracy = (f"{value:.1f}" for value in row.accuracy)
-    return [row.name, *accuracy, f"{row.mean:.1f} ± {row.standard_error:.1f}", _p(row.p), log_likelihood]
+    error = f"{row.standard_error:.1f}" if math.isfinite(row.standard_error) else "-"  # one question has none
+    return [row.name, *accuracy, f"{row.mean:.1f} ± {error}", _p(row.p), log_likelihood]

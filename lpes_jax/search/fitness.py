@@ -230,7 +230,13 @@ class Fitness:
         if not (rivals or keep) or None in values:
             return None
         units = self.scorer.bounds[-1] if isinstance(self.scorer, StagedScorer) else 0
-        return Bar(np.array([racing.from_text(text) for text in values if text]).reshape(len(values), units), keep)
+        try:
+            return Bar(np.array([racing.from_text(text) for text in values if text]).reshape(len(values), units), keep)
+        except ValueError as error:
+            raise UserError(
+                f"--resume: the values of an individual in {self.folder.history_path} are not those of a race; give another "
+                "--output-path"
+            ) from error
 
     def _raced(self, rows: Individuals, bar: Bar) -> list[dict[str, Any]]:
         """The summaries of a generation's new individuals after their race."""
@@ -268,9 +274,13 @@ class Fitness:
         drafts = [
             draft | row.record | {"cached": known} for draft, row, known in zip(drafts[:fits], rows, cached, strict=False)
         ]
+        positions = [str(position) for position in self.positions]
         recorded = self.folder.recorded[len(self.records) : len(self.records) + len(drafts)]
         for draft, record in zip(drafts, recorded, strict=False):
             self.folder.must_continue(draft, record)
+            self.folder.must_continue(
+                {"id": record["id"], "positions": positions}, record | {"positions": list(record["accuracy"])}
+            )
         if len(recorded) == len(drafts):
             new = [record for record in recorded if not record["cached"]]
             self.evaluations += len(new)

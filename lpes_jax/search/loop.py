@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ from jaxtyping import Float
 from lpes_jax import hosts, process
 from lpes_jax.errors import UserError
 from lpes_jax.evaluation import BASELINE, PLAIN, Candidate, Outcome, default_metrics, evaluate, slots_of
-from lpes_jax.factors import LayerFactors, array_of, read_json, write_json
+from lpes_jax.factors import LayerFactors, array_of, write_json
+from lpes_jax.json_files import is_number, read_json
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.provenance import content_sha256, environment, prompts_sha256
 from lpes_jax.report.progress import SearchProgress
@@ -328,6 +330,20 @@ def _check_held_out(
     return fitted
 
 
+def _sweep(path: Path, candidates: Sequence[float]) -> dict[str, Any]:
+    """What `uniform.json` has of these candidates. Raises UserError where it is not what a search left there."""
+    record = read_json(path, dict)
+    sweep = record.get("sweep")
+    entries = sweep if isinstance(sweep, list) and all(isinstance(entry, dict) for entry in sweep) else [{}]
+    if [entry.get("factor") for entry in entries] != list(candidates[: len(entries)]) or not (
+        all("fitness" in entry and (entry["fitness"] is None or is_number(entry["fitness"])) for entry in entries)
+        and is_number(record.get("factor"))
+        and is_number(record.get("evaluations"))
+    ):
+        raise UserError(f"{path}: not the sweep of this search")
+    return record
+
+
 def _tuned_uniform(settings: SearchSettings, fitness: Fitness, num_layers: int) -> dict[str, Any]:
     """The best of evenly spaced uniform factors, on the search examples, and the whole sweep.
 
@@ -340,7 +356,7 @@ def _tuned_uniform(settings: SearchSettings, fitness: Fitness, num_layers: int) 
     record: dict[str, Any] = {"sweep": [], "evaluations": 0}
     if fitness.folder.resumed:
         with contextlib.suppress(UserError):  # a file that is not there, or damaged, is written anew
-            record = hosts.from_first(lambda: read_json(path))
+            record = hosts.from_first(lambda: _sweep(path, candidates.tolist()))
     before, sweep = fitness.evaluations, record["sweep"]
     fitness.evaluations += record["evaluations"]
     at_once = fitness.scorer.individuals_at_once

@@ -19,7 +19,7 @@ import os
 import sys
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,8 @@ import numpy as np
 
 from lpes_jax import hosts, output
 from lpes_jax.errors import UserError
-from lpes_jax.factors import read_json, write_json
+from lpes_jax.factors import LayerFactors, write_json
+from lpes_jax.json_files import is_number, parse_json, read_json
 from lpes_jax.provenance import PLACES, check_resumed, flag_of, flat
 
 try:
@@ -185,7 +186,8 @@ class RunFolder:
     def _is_complete(self) -> bool:
         if not (self.recorded and (self.path / "results.json").exists() and (self.path / "factors.json").exists()):
             return False
-        return read_json(self.path / "factors.json")["search"].get("individuals") == len(self.recorded)
+        read_json(self.path / "results.json", dict, hint="; remove it, and --resume writes it anew")
+        return LayerFactors.load(self.path / "factors.json").search.get("individuals") == len(self.recorded)
 
     @property
     def _previous_path(self) -> Path:
@@ -206,7 +208,7 @@ class RunFolder:
     def _config_before(self, needed: bool) -> Any:
         """config.json; None where it is damaged and not needed: there are no lines that it stands for."""
         try:
-            return read_json(self.path / "config.json")
+            return read_json(self.path / "config.json", dict)
         except UserError:
             if needed:
                 raise
@@ -217,14 +219,57 @@ class RunFolder:
         kept = b""
         for line in self.history_path.read_bytes().splitlines(keepends=True):
             try:
-                record = json.loads(line)
-            except ValueError:
+                record = parse_json(line, str(self.history_path), dict)
+            except UserError:
                 break
-            if not (line.endswith(b"\n") and isinstance(record, dict) and record.get("id") == len(self.recorded)):
+            if not line.endswith(b"\n") or record.get("id") != len(self.recorded):
                 break
+            if wrong := _wrong_in(record):
+                raise UserError(
+                    f"--resume: {self.history_path}, line {len(self.recorded) + 1}: {wrong}; "
+                    "remove it and the lines behind it, or give another --output-path"
+                )
             self.recorded.append(record)
             kept += line
         return kept
+
+
+def _wrong_in(record: dict[str, Any]) -> str | None:
+    """What a line of the history that is JSON lacks, or has of another kind; None for a good one."""
+    of_search = {"fitness", "factors", "cached", "accuracy", "log_likelihood"}
+    needed = {"fitness", "factors", "accuracies", "task_losses", "seconds"} if "step" in record else of_search
+    if missing := sorted(needed - record.keys()):
+        return f"no line of a history ({', '.join(missing)} missing)"
+    if record["fitness"] is None and "step" not in record:
+        needed = {"prompt", "first_layer"}
+        if not isinstance(record.get("not_finite"), dict) or needed - record["not_finite"].keys():
+            return "no line of a history (a fitness of null, and not where it is not finite)"
+    wrong = [name for name, is_right in _RIGHT.items() if name in record and not is_right(record[name])]
+    return f"no line of a history ({wrong[0]} is {record[wrong[0]]!r:.60})" if wrong else None
+
+
+def _by_position(value: Any) -> bool:
+    return isinstance(value, dict) and all(number is None or is_number(number) for number in value.values())
+
+
+def _numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(_numbers(inner) if isinstance(inner, list) else is_number(inner) for inner in value)
+
+
+_RIGHT: dict[str, Callable[[Any], bool]] = {
+    "fitness": lambda value: value is None or is_number(value),
+    "factors": lambda value: _numbers(value) and bool(value),
+    "cached": lambda value: isinstance(value, bool),
+    "accuracy": lambda value: _by_position(value) and None not in value.values(),
+    "log_likelihood": _by_position,
+    "values": lambda value: isinstance(value, str),
+    "raced": lambda value: is_number(value) and 0 < value <= 1,
+    "accuracies": lambda value: _numbers(value) and bool(value),
+    "task_losses": lambda value: _numbers(value) and bool(value),
+    "seconds": lambda value: is_number(value) and value >= 0,
+    "step": is_number,
+    "generation": is_number,
+}
 
 
 def check_processes(config: dict[str, Any], **more: Any) -> None:

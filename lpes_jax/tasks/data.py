@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lpes_jax.errors import UserError
+from lpes_jax.json_files import parse_json
 from lpes_jax.tasks.prompts import Split
 from lpes_jax.text_files import OtherEncoding, open_text
 
@@ -49,7 +50,7 @@ def json_rows(path: Path, columns: Sequence[str], what: str) -> Iterator[tuple[s
                 line = line.removeprefix("\ufeff")  # each file of several that were joined may begin with a byte-order mark
                 if line.strip():
                     where = f"--data {path}, line {number}"
-                    yield where, _row(line, columns, f"{where}: not {what}")
+                    yield where, _row(line, columns, where, f"not {what}")
     except (OSError, EOFError, zlib.error, OtherEncoding, UnicodeDecodeError) as error:
         raise UserError(f"--data {path}: not readable as .jsonl or .jsonl.gz after line {number} ({error})") from error
 
@@ -63,14 +64,11 @@ def need_file(path: Path | None, source: str) -> Path:
     return path
 
 
-def _row(line: str, columns: Sequence[str], complaint: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{complaint} (no JSON)") from error
+def _row(line: str, columns: Sequence[str], where: str, complaint: str) -> dict[str, Any]:
+    row = parse_json(line, where, finite=False, what=f"{complaint}, for it is no JSON")
     if not isinstance(row, dict):
-        raise UserError(f"{complaint} (no JSON object)")
+        raise UserError(f"{where}: {complaint} (no JSON object)")
     missing = [column for column in columns if column not in row]
     if missing:
-        raise UserError(f"{complaint} (without {', '.join(missing)})")
+        raise UserError(f"{where}: {complaint} (without {', '.join(missing)})")
     return row

@@ -22,18 +22,18 @@ MMLU's own average; `details["subject"]` is there for others.
 """
 
 import csv
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from lpes_jax.errors import UserError
+from lpes_jax.json_files import read_json
 from lpes_jax.limits import check_bounds
 from lpes_jax.tasks.data import content_id, split_of, take
 from lpes_jax.tasks.prompts import Cut, Prompt, Split, Unmoved, check_once
 from lpes_jax.tasks.prompts import position as position_of
-from lpes_jax.text_files import OtherEncoding, open_text, read_text
+from lpes_jax.text_files import OtherEncoding, open_text
 
 LETTERS = "ABCD"
 SOURCE = {
@@ -235,7 +235,9 @@ def _row(cells: list[str], columns: Sequence[str], where: str) -> Row:
 def _chinese_names(path: Path) -> dict[str, str]:
     if not path.is_file():
         return {}
-    try:
-        return {subject: names[1] for subject, names in json.loads(read_text(path)).items()}
-    except (ValueError, AttributeError, IndexError, TypeError) as error:
-        raise UserError(f"--data: {path} is not C-Eval's (subject: [English, Chinese, category]); remove it") from error
+    wrong = "is not C-Eval's (subject: [English, Chinese, category]); remove it"
+    found = read_json(path)
+    pairs = found.items() if isinstance(found, dict) else [("", None)]
+    if not all(isinstance(names, list) and len(names) > 1 and isinstance(names[1], str) for _, names in pairs):
+        raise UserError(f"--data: {path} {wrong}")
+    return {subject: names[1] for subject, names in pairs}

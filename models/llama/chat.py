@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lpes_jax.errors import UserError
+from lpes_jax.models.llama import templates
 
 if TYPE_CHECKING:
     import transformers
@@ -116,21 +117,27 @@ def _of_template(tokenizer: "transformers.PreTrainedTokenizerFast", system_promp
             "--apply-chat-template: the model's tokenizer has no chat template; "
             f"leave the flag out, or name a form: --prompt-form {', '.join(PROMPT_FORMS)}"
         ) from error
+    if not isinstance(template, str) or not _is_unicode(template):
+        raise UserError(
+            f"--apply-chat-template: the model's chat template must be a text in Unicode, got {template!r:.60}; mend it in "
+            "its tokenizer_config.json, or name a form with --prompt-form"
+        )
     system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
 
     def render(prompt: str) -> str:
         try:
-            text = tokenizer.apply_chat_template(
+            text = templates.render(
+                tokenizer,
                 [*system, {"role": "user", "content": prompt}],
-                tokenize=False,
+                template=_STRFTIME_NOW + template,
                 add_generation_prompt=True,
-                chat_template=_STRFTIME_NOW + template,
                 date_string=_TODAY,
             )
+            if not _is_unicode(text):
+                raise ValueError("it writes half of a surrogate pair, which is no character")
         except Exception as error:  # templates are programs: they raise what they like
             reason = " ".join(str(error).split())[:200]
             raise UserError(f"--apply-chat-template: the model's chat template fails ({reason})") from error
-        assert isinstance(text, str)
         for what, part in (("system prompt", system_prompt or ""), ("question", prompt)):
             if part.strip() not in text:
                 raise UserError(
@@ -139,6 +146,11 @@ def _of_template(tokenizer: "transformers.PreTrainedTokenizerFast", system_promp
         return text
 
     return Chat(render, _record("template", template, system_prompt))
+
+
+def _is_unicode(text: str) -> bool:
+    """Without halves of surrogate pairs, which no tokenizer takes."""
+    return text.encode("utf-8", "replace").decode() == text
 
 
 def _record(name: str, template: str, system_prompt: str | None) -> dict[str, Any]:

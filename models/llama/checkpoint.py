@@ -35,6 +35,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from lpes_jax.errors import UserError
+from lpes_jax.json_files import read_json
 from lpes_jax.mesh import check_model_axis, put, weight_spec
 from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.gguf import ALL, GgufFile
@@ -374,15 +375,9 @@ def _check_length(path: Path) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UserError(f"{path}: no such file; a model folder needs config.json and model.safetensors") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not readable as JSON ({error}); fetch it again") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: must be a JSON object, got {type(content).__name__}")
-    return content
+    if not path.exists():
+        raise UserError(f"{path}: no such file; a model folder needs config.json and model.safetensors")
+    return read_json(path, dict, finite=False, hint="; fetch it again")
 
 
 def _few(items: list[str], most: int = 6) -> str:

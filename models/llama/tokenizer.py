@@ -26,7 +26,6 @@ space before it unless it begins with one, and none behind a special token. File
 that model's own tokenizer.json does. All agree on text that begins with neither a space nor a special token.
 """
 
-import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from lpes_jax.errors import UserError
+from lpes_jax.json_files import read_json
 from lpes_jax.models.llama.gguf import GgufFile
 
 if TYPE_CHECKING:
@@ -136,13 +136,9 @@ def stop_ids(path: Path, tokenizer: "transformers.PreTrainedTokenizerFast") -> l
 
 
 def _eos_ids(file: Path) -> set[int]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{file}: not readable as JSON ({_one_line(error)}); fetch it again") from error
-    eos = content.get("eos_token_id") if isinstance(content, dict) else None
+    eos = read_json(file, dict, finite=False, hint="; fetch it again").get("eos_token_id")
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    if not all(isinstance(index, int) and not isinstance(index, bool) and index >= 0 for index in ids):
+    if not all(isinstance(index, int) and not isinstance(index, bool) and 0 <= index < 2**31 for index in ids):
         raise UserError(f"{file}: eos_token_id must be a token id, a list of them or null, got {eos!r:.60}")
     return set(ids)
 

@@ -27,6 +27,7 @@ from typing import Any
 
 from lpes_jax import process
 from lpes_jax.errors import UserError
+from lpes_jax.limits import check_path
 
 _HERE = Path(__file__).parent
 # What a hub model is made of: `hub_files` takes the weights of them that belong together.
@@ -49,8 +50,12 @@ def resolve(name_or_path: str) -> Path:
         return _zoo_model(name_or_path)
     if not name_or_path:
         raise UserError("--model: give a name, a folder, a .gguf file or a hub id, not an empty text")
-    path = Path(os.path.expanduser(name_or_path))
-    if os.path.isdir(path) or (os.path.isfile(path) and path.suffix == ".gguf"):  # os.path takes names of any length
+    try:
+        path = Path(name_or_path).expanduser()
+    except RuntimeError as error:  # ~someone who is not there
+        raise UserError(f"no model {name_or_path!r:.60}: {error}") from error
+    check_path("model ", path)
+    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         return path
     if os.path.exists(path):
         raise UserError(f"{path}: neither a model folder nor a .gguf file")
