@@ -19,7 +19,7 @@ plain text (`transfer.py`, whose targets these are). The last tables say what of
 fixed rule, and rotary factors are set against the best control with as many numbers.
 
 One JSON a control, count and seed: what is there is not run again, and `--part i/n` runs every n-th. A last call without it
-writes tables.md and summary.json; factors of `rotary` are left as factors.json files for `transfer.py`.
+writes tables.md and summary.json; what is learnt in the RoPE table is left as factors.json files for `transfer.py`.
 
 Letters: N prompts, L layers, n numbers a layer, E embedding, D head dim, Q questions, S positions.
 """
@@ -45,6 +45,7 @@ from lpes_jax.evaluation import BASELINE, PLAIN, Candidate, environment, slots_o
 from lpes_jax.factors import LayerFactors, write_json
 from lpes_jax.models.llama import Loaded, load
 from lpes_jax.models.llama.model import Llama
+from lpes_jax.rope import Granularity
 from lpes_jax.search import SearchSettings
 from lpes_jax.search.algorithms import Gradient
 from lpes_jax.search.fitness import groups_of, search_prompts
@@ -142,13 +143,19 @@ def main(s: Settings) -> None:
         else:
             control, count, seed = learnt[name]
             values, record["training"] = train(s, loaded, control, count, seed)
-            factors, model = None, loaded.model
-            if control == "rotary":
-                factors = LayerFactors(values[:, 0] if count == 1 else values, "layer" if count == 1 else "layer_band")
-                factors = replace(factors, model=loaded.identity, rope=model.config.rope.to_hf(), search=used | {"seed": seed})
-                factors.save(s.output_path / f"{name}.factors.json")
-            else:
+            found = as_factors(control, values)
+            if found is not None:
+                record_of_search = {
+                    "model": loaded.identity,
+                    "rope": loaded.model.config.rope.to_hf(),
+                    "search": used | {"seed": seed},
+                }
+                found = replace(found, **record_of_search)
+                found.save(s.output_path / f"{name}.factors.json")
+            model = loaded.model
+            if found is None:
                 model, _ = CONTROLS[control](model, model.config.rope_table(1), jnp.asarray(values, jnp.float32))
+            factors = found
             record |= measure(s, targets, loaded, Candidate(name, factors), model)
         write_json(path, record | environment())
     if s.part != "0/1":
@@ -163,6 +170,24 @@ def main(s: Settings) -> None:
     seen = _searched(s, targets)
     parameters = {f"{control}, {count} a layer": layers * count for control in s.controls for count in s.counts}
     _report(s, scores, parameters, list(targets), seen, {name: records[name]["training"] for name in learnt})
+
+
+def as_factors(control: Control, values: Float[np.ndarray, "L n"]) -> LayerFactors | None:
+    """Factors and gains of the RoPE table, as a factors.json has them; None for a control that changes the weights otherwise.
+
+    One gain a layer also scales what is not rotated in `control_parameters.temperature`, and does not here.
+    """
+    if control not in ("rotary", "temperature", "both"):
+        return None
+
+    def shaped(numbers: Float[np.ndarray, "L n"]) -> tuple[np.ndarray, Granularity]:
+        return (numbers[:, 0], "layer") if numbers.shape[1] == 1 else (numbers, "layer_band")
+
+    if control == "rotary":
+        return LayerFactors(*shaped(values))
+    rates, temperatures = np.split(values, 2, axis=1) if control == "both" else (np.ones((len(values), 1)), values)
+    gains, granularity = shaped(temperatures)
+    return LayerFactors(*shaped(rates), gains=gains, gains_granularity=granularity)
 
 
 def train(

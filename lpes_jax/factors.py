@@ -199,7 +199,7 @@ def _check_described(record: dict[str, Any], path: Path) -> None:
         raise UserError(f"{path}: control_points of the curve must be lists of finite numbers, got {points!r:.60}")
     if layers is not None and not (isinstance(layers, list) and len(layers) == 2 and _are_numbers(layers)):
         raise UserError(f"{path}: layers of the curve must be the first and the last one, got {layers!r:.60}")
-    for name in ("factors", "gains"):
+    for name in ("factors", "gains") if record["format"] == FORMAT else ("factors",):
         if not _are_numbers(record.get(name, []), finite=False):
             raise UserError(f"{path}: {name} must be numbers, the same count in every layer")
     try:

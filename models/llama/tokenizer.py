@@ -235,7 +235,7 @@ def _template(own: Tokenizer, bos: str | None, eos: str | None) -> processors.Te
 
 def _json_object(file: Path) -> dict[str, Any]:
     """A JSON object; empty where there is no such file."""
-    content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    content = read_json(file) if file.exists() else {}
     if not isinstance(content, dict):
         raise UserError(f"{file}: must be a JSON object, got {type(content).__name__}; fetch it again")
     return content

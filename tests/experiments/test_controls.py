@@ -39,6 +39,10 @@ def values_at_start(control: str, count: int) -> jax.Array:
 @pytest.mark.parametrize("control", CONTROLS)
 def test_at_its_start_a_control_is_the_model_itself(tiny_model, tiny_config, control, count):
     own = tiny_config.rope_table(24)
+    if control == "both" and count == 1:
+        with pytest.raises(UserError, match="--counts 1 must be even"):
+            CONTROLS[control](tiny_model, own, values_at_start(control, count))
+        return
     model, table = CONTROLS[control](tiny_model, own, values_at_start(control, count))
     np.testing.assert_array_equal(states(model, TOKENS, table), states(tiny_model, TOKENS, own))
 
@@ -159,10 +163,12 @@ def test_the_reading_of_figures():
 
 @pytest.mark.promotes  # optax
 def test_a_whole_run_stops_goes_on_and_says_what_it_did(model_folder, tmp_path):
+    words = tmp_path / "words.txt"
+    words.write_text("the boat went out and came back again. " * 30)
     shared = {"num_pairs": (2,), "key_length": 1, "test_limit": 2, "positions": (0, 50, 100), "dtype": "float32"}
     settings = controls.Settings(
-        **shared, model=str(model_folder), output_path=tmp_path / "controls", controls=("rotary",), counts=(2,), limit=4,
-        steps=1, minibatch_size=2,
+        **shared, model=str(model_folder), output_path=tmp_path / "controls", controls=("rotary", "both"), counts=(2,),
+        limit=4, steps=1, minibatch_size=2, text=(words,), text_window=(16, 32), text_limit=2,
     )  # fmt: skip
     for part in ("0/2", "1/2"):
         with pytest.raises(SystemExit, match="is done"):
@@ -176,8 +182,6 @@ def test_a_whole_run_stops_goes_on_and_says_what_it_did(model_folder, tmp_path):
     with pytest.raises(UserError, match="was run with steps=1, not 2"):
         controls.main(replace(settings, steps=2))
 
-    words = tmp_path / "words.txt"
-    words.write_text("the boat went out and came back again. " * 30)
     deep = tmp_path / "deep.json"
     LayerFactors(np.linspace(1.0, 1.2, 10).reshape(5, 2), "layer_band").save(deep)
     moved = transfer.Settings(
@@ -193,3 +197,16 @@ def test_a_whole_run_stops_goes_on_and_says_what_it_did(model_folder, tmp_path):
     assert resampled["note"] == "resampled from 5 layers" and own["note"] == ""
     found = json.loads(cell.read_text())["targets"]["kv, 2 pairs"]["scores"]
     assert own["found"] == pytest.approx(np.mean(found))  # the saved factors are what was measured
+
+
+@pytest.mark.parametrize("control", ["rotary", "temperature", "both"])
+def test_what_is_learnt_in_the_table_is_measured_as_a_factors_file(tiny_model, tiny_config, control):
+    """Both halves of `both`: the model that was trained and the file's table give the same states."""
+    values = np.random.default_rng(2).uniform(0.7, 1.4, (3, 4)).astype(np.float32)
+    own = tiny_config.rope_table(24)
+    model, table = CONTROLS[control](tiny_model, own, jnp.asarray(values))
+    trained = states(model, TOKENS, table)
+    found = controls.as_factors(control, values.astype(np.float64))
+    assert found is not None and controls.as_factors("adapter", values.astype(np.float64)) is None
+    np.testing.assert_allclose(states(tiny_model, TOKENS, tiny_config.rope_table(24, found)), trained, atol=2e-3)
+    assert np.abs(np.asarray(trained) - np.asarray(states(tiny_model, TOKENS, own))).max() > 0.01
