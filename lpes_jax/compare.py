@@ -251,9 +251,12 @@ def _as_record(settings: CompareSettings) -> dict[str, Any]:
 
 
 def _names(settings: CompareSettings) -> tuple[str, ...]:
-    for name in ("limit", "test_limit", "budget", "repeats", "router_steps", "channel_strings"):
-        if getattr(settings, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(settings, name)}")
+    counts = ("limit", "test_limit", "budget", "repeats", "router_steps", "router_batch", "channel_strings")
+    for name in (*counts, "batch_size", "max_new_tokens"):
+        if (value := getattr(settings, name)) is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if not settings.positions:
+        raise UserError("--positions: give at least one position, in percent")
     if settings.methods == ("all",):
         return NAMES
     if unknown := [name for name in settings.methods if name not in NAMES]:
@@ -351,9 +354,9 @@ def _tune(scorer: Scorer | OptionScorer | None, choices: Sequence[Choice], confi
         assert scorer is not None and choice.maker is not None
         correct, log_likelihood = scorer.of_method(choice.maker(config, scorer.longest))
         means = float(correct.mean()), float(log_likelihood.mean())
-        of_tried = means[1] if math.isfinite(means[1]) else None
-        tried.append({"setting": choice.setting, "accuracy": means[0], "log_likelihood": of_tried})
-        return means
+        finite = math.isfinite(means[1])
+        tried.append({"setting": choice.setting, "accuracy": means[0], "log_likelihood": means[1] if finite else None})
+        return means if finite else (-math.inf, -math.inf)  # last; where it is the best, measuring it says what is wrong
 
     figures, best = max(((measured(choice), choice) for choice in choices), key=lambda it: it[0])
     return max([(figures, best), *((measured(choice), choice) for choice in best.then)], key=lambda it: it[0])[1], tried

@@ -12,6 +12,7 @@ from lpes_jax.errors import UserError
 from lpes_jax.rope import GRANULARITIES, Granularity
 
 FORMAT = "lpes-factors/1"
+LEAST, MOST = 1e-20, 1e20  # positions and frequencies divided by these stay well within float32's range
 _RANK = {"layer": 1, "layer_band": 2, "layer_group": 2, "layer_group_band": 3}
 _ZOO = Path(__file__).parent / "models" / "zoo"
 
@@ -129,4 +130,6 @@ def _checked(factors: Any, granularity: Any) -> np.ndarray:
     if not (np.isfinite(array) & (array > 0)).all():
         bad = array[~(np.isfinite(array) & (array > 0))][0]
         raise UserError(f"factors must be finite and above 0, got {bad}")
+    if not (usable := (array >= LEAST) & (array <= MOST)).all():
+        raise UserError(f"factors must be from {LEAST:g} to {MOST:g}, which float32 can divide by; got {array[~usable][0]:g}")
     return array

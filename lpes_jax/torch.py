@@ -38,6 +38,7 @@ import torch  # pyright: ignore[reportMissingImports]
 KEY = "lpes_factors"  # of config.json
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3")
 TOLERANCE = 2e-2  # of the self-test: float32 logits of two libraries
+LEAST, MOST = 1e-20, 1e20  # positions and frequencies divided by these stay well within float32's range
 _RANK = {"layer": 1, "layer_band": 2, "layer_group": 2, "layer_group_band": 3}
 
 
@@ -93,8 +94,8 @@ def _multipliers(factors: Any, config: Any, half: int) -> torch.Tensor:
     table = torch.as_tensor(numbers, dtype=torch.float32)
     if granularity not in _RANK or table.dim() != _RANK[granularity]:
         raise ValueError(f"factors of shape {list(table.shape)} are not of granularity {granularity!r} ({', '.join(_RANK)})")
-    if not (torch.isfinite(table) & (table > 0)).all():
-        raise ValueError("factors must be finite and above 0")
+    if not ((table >= LEAST) & (table <= MOST)).all():
+        raise ValueError(f"factors must be finite and above 0, from {LEAST:g} to {MOST:g}")
     if len(table) != config.num_hidden_layers:
         raise ValueError(f"{len(table)} layers of factors, but the model has {config.num_hidden_layers}")
     if "group" in granularity and table.shape[1] != config.num_key_value_heads:

@@ -126,8 +126,9 @@ def run_evaluation(settings: EvaluateSettings) -> list[Outcome]:
 def _check(settings: EvaluateSettings) -> None:
     if settings.limit < 1:
         raise UserError(f"--limit must be at least 1, got {settings.limit}")
-    if settings.batch_size is not None and settings.batch_size < 1:
-        raise UserError(f"--batch-size must be at least 1, got {settings.batch_size}")
+    for name in ("batch_size", "max_new_tokens"):
+        if (value := getattr(settings, name)) is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     if not (settings.slots or settings.positions):
         raise UserError("--positions: give at least one position, in percent")
     if settings.only_factors and settings.factors is None:

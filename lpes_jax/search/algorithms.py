@@ -13,7 +13,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from lpes_jax.errors import UserError
 from lpes_jax.models.llama.model import Llama
@@ -21,7 +21,7 @@ from lpes_jax.prefixes import families
 from lpes_jax.rope import RopeTable, scale_layers
 from lpes_jax.search.fitness import Fitness, rounded
 from lpes_jax.search.genetic import CROSSOVER, FAILED_CROSSOVER, INITIAL, MUTATION, Lineage, PaperGA
-from lpes_jax.search.gradient import Apply, Look, Parameters, State, descend, initial_state
+from lpes_jax.search.gradient import Apply, Look, LossNotFinite, Parameters, State, descend, initial_state
 from lpes_jax.search.minibatches import Data, pack, prompts_of_a_tree, shared_trees, sizes
 from lpes_jax.search.plain_text import text_windows
 from lpes_jax.search.settings import SearchSettings, genetic_settings, gradient_settings
@@ -29,6 +29,7 @@ from lpes_jax.search.space import Space
 from lpes_jax.search.strategies import RANDOM, run_strategy, strategy
 from lpes_jax.tasks import prompts as task_prompts
 from lpes_jax.tasks.prompts import EncodedPrompt, Prompt, Tokenizer
+from lpes_jax.text_nll import check_text
 
 OPERATORS = {INITIAL: "initial", MUTATION: "mutation", CROSSOVER: "crossover", FAILED_CROSSOVER: "crossover_failed"}
 Values = Callable[[Parameters], tuple[Float[Array, "C"], Float[Array, "C *units"]]]
@@ -92,7 +93,7 @@ class Strategy:
 
     def __init__(self, settings: SearchSettings, space: Space):
         ga = settings.population_size + settings.generations * (settings.mutations + 2 * settings.crossovers)
-        self.individuals = settings.max_evaluations or ga
+        self.individuals = ga if settings.max_evaluations is None else settings.max_evaluations
         self.settings, self.space, self.search_space = replace(settings, max_evaluations=self.individuals), space, None
         start = space.y.ravel().astype(np.float32)
         self.strategy = strategy(settings.algorithm, start, space.low, space.high, settings.population_size)
@@ -175,22 +176,32 @@ class Gradient:
             losses = " ".join(f"{loss:.3f}" for loss in look.task_losses)
             fitness.progress.note(f"step {look.step}/{self.gradient.steps}  loss on held-back questions {losses}{text}")
             if record["fitness"] is None and look.step == 0:
-                raise UserError("the loss is not finite at the start; try --dtype float32, or another --initial-factor")
+                raise LossNotFinite("the loss is not finite at the start; try --dtype float32, or another --initial-factor")
             fitness.stop.check()
 
-        descend(
-            model,
-            train,
-            held_back,
-            self.parameters,
-            apply,
-            self.gradient,
-            project=self.project,
-            penalty=penalty if stay_close else None,
-            seed=self.settings.seed,
-            resume=resume,
-            on_look=on_look,
-        )
+        try:
+            descend(
+                model,
+                train,
+                held_back,
+                self.parameters,
+                apply,
+                self.gradient,
+                project=self.project,
+                penalty=penalty if stay_close else None,
+                seed=self.settings.seed,
+                resume=resume,
+                on_look=on_look,
+            )
+        except LossNotFinite as error:
+            self._check_model(model, fitness, [windows for windows in (held_back.text, train.text) if windows is not None])
+            raise error
+
+    def _check_model(self, model: Llama, fitness: Fitness, texts: Sequence[Int[Array, "W T"]]) -> None:
+        """Raise UserError where the model as it is, without factors, is not finite: on a prompt, or on plain text."""
+        fitness.check_model("the loss is not finite", fitness.of_factors(np.ones((1, model.config.num_layers), np.float32)))
+        for windows in texts:
+            check_text(model, windows)
 
     def _data(
         self, model: Llama, tokenizer: Tokenizer, prompts: Sequence[Sequence[Prompt]], fitness: Fitness

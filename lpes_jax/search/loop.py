@@ -15,12 +15,12 @@ from lpes_jax import hosts
 from lpes_jax.errors import Interrupted, UserError
 from lpes_jax.evaluation import BASELINE, PLAIN, Candidate, Outcome, default_metrics, evaluate, slots_of
 from lpes_jax.factors import LayerFactors, read_json, write_json
+from lpes_jax.finite import first_bad_layer
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.provenance import content_sha256, environment, prompts_sha256
 from lpes_jax.report.progress import SearchProgress
 from lpes_jax.rope import Granularity
 from lpes_jax.search.fitness import Fitness, fit, make_scorer, search_prompts
-from lpes_jax.search.non_finite import first_bad_layer
 from lpes_jax.search.run_folder import RunFolder, check_processes
 from lpes_jax.search.settings import SearchSettings, as_record, scaled_layers, search_space
 from lpes_jax.search.space import Space
@@ -100,7 +100,7 @@ def search(
     for task, examples, places in zip(tasks, held_out, reported, strict=True):
         asked += _check_held_out(settings, model, tokenizer, task, examples, places, metrics)
 
-    def trace(prompt: int, factors: Float[np.ndarray, "L *units"], granularity: Granularity) -> int | str | None:
+    def trace(prompt: int, factors: Float[np.ndarray, "L *units"] | None, granularity: Granularity) -> int | str | None:
         [ids] = token_ids(tokenizer, [everything[prompt].text + (everything[prompt].answers or ("",))[0]])
         return first_bad_layer(model, ids, factors, granularity)
 
@@ -271,6 +271,10 @@ def _tuned_uniform(settings: SearchSettings, fitness: Fitness, num_layers: int) 
         summaries = fitness.of_factors(np.repeat(block[:, None], num_layers, axis=1).astype(np.float32))
         sweep += [{"factor": float(factor)} | summary for factor, summary in zip(block, summaries, strict=True)]
         best = max(sweep, key=lambda entry: -np.inf if entry["fitness"] is None else entry["fitness"])
+        told = [{"factors": [entry["factor"]]} | entry for entry in sweep]
+        fitness.check_model("tuning one uniform factor", told)
+        if len(sweep) == len(candidates):
+            fitness.check_any("tuning one uniform factor", told)
         scored = fitness.evaluations - before
         record = {"factor": best["factor"], "fitness": best["fitness"], "evaluations": scored, "sweep": sweep}
         if hosts.is_first():

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from lpes_jax.errors import UserError
-from lpes_jax.factors import LayerFactors
+from lpes_jax.factors import LEAST, MOST, LayerFactors
 from lpes_jax.models.llama.chat import PromptForm, check_chat
 from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.rope import Granularity
@@ -238,7 +238,7 @@ def check(settings: SearchSettings) -> None:
     for name, least in (("limit", 1), ("test_limit", 1), ("generations", 0), ("uniform_candidates", 1)):
         if getattr(settings, name) < least:
             raise UserError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(settings, name)}")
-    for name in ("batch_size", "population_chunk", "max_evaluations"):
+    for name in ("batch_size", "population_chunk", "max_evaluations", "max_new_tokens", "control_points"):
         if (value := getattr(settings, name)) is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     if not settings.positions:
@@ -272,7 +272,7 @@ def scaled_layers(settings: SearchSettings, num_layers: int) -> range:
     match = re.fullmatch(r"(\d*):(\d*)", settings.layers.strip())
     if match is None:
         raise UserError(f"--layers {settings.layers!r} is no slice; give FIRST:END, say 2: for all but the first two")
-    first, end = int(match[1] or 0), int(match[2] or num_layers)
+    first, end = int(match[1] or 0), int(match[2]) if match[2] else num_layers
     if not 0 <= first < end <= num_layers:
         raise UserError(f"--layers {settings.layers!r}: the model has layers 0 to {num_layers - 1}, END is not included")
     return range(first, end)
@@ -286,15 +286,20 @@ def search_space(settings: SearchSettings, config: LlamaConfig, layers: range) -
             f"--initial-factor {s.initial_factor} must lie from --min-factor {s.min_factor} (above 0) to "
             f"--max-factor {s.max_factor}"
         )
+    for name in ("min_factor", "max_factor"):
+        if not LEAST <= (value := getattr(s, name)) <= MOST:
+            raise UserError(
+                f"--{name.replace('_', '-')} must be from {LEAST:g} to {MOST:g}, which float32 can divide by; got {value}"
+            )
     half, granularity, units = config.rotary_dim // 2, s.granularity, ()
-    bands = s.bands or half
+    bands = half if s.bands == 0 else s.bands  # 0 means one for each frequency
     if "band" in granularity and (bands < 1 or half % bands):
         raise UserError(f"--bands {s.bands} must divide the {half} frequencies of a head")
     if "group" in granularity:
         units += (config.num_kv_heads,)
     if "band" in granularity:
         units += (bands,)
-    count = {"free": len(layers), "shared": half}.get(s.curve, s.control_points or 4)
+    count = {"free": len(layers), "shared": half}.get(s.curve, 4 if s.control_points is None else s.control_points)
     if s.curve in ("free", "shared"):
         what = f"a layer, {count}" if s.curve == "free" else f"a dimension, {count}"
         if s.control_points not in (None, count):
