@@ -4,69 +4,143 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from lpes_jax.errors import UserError
 from lpes_jax.factors import LayerFactors
+from lpes_jax.finite import not_finite
 from lpes_jax.generation import generate_ids
+from lpes_jax.inputs import checked_factors, checked_tokens
+from lpes_jax.models.llama.chat import PromptForm, make_chat
 from lpes_jax.models.llama.model import Llama, hidden_states, output_logits
-from lpes_jax.rope import Granularity, RopeTable
+from lpes_jax.rope import Granularity, RopeTable, is_traced
 from lpes_jax.same_model import check_model
 from lpes_jax.tasks.prompts import token_ids
+
+Tokens = Array | np.ndarray | Sequence[Sequence[int]]
+Factors = LayerFactors | Array | np.ndarray | Sequence[float] | None
 
 
 def logits(
     model: Llama,
-    tokens: Int[Array, "B T"],
-    factors: LayerFactors | Float[Array, "L *finer"] | None = None,
+    tokens: Tokens,
+    factors: Factors = None,
     granularity: Granularity = "layer",
-    gains: Float[Array, "L *finer"] | None = None,
+    gains: Array | np.ndarray | Sequence[float] | None = None,
     gains_granularity: Granularity = "layer",
     *,
     other_model: bool = False,
 ) -> Float[Array, "B T V"]:
-    """float32 logits at every position; rows may be padded on the right.
+    """float32 logits at every position of `tokens` `[B, T]`; rows may be padded on the right.
 
     `factors` is a `LayerFactors`, with its own gains, or an array of `granularity` (`lpes_jax.scale_layers`) beside an array of
     `gains`, in both of which the logits are differentiable; None leaves the model as it is, and so do factors and gains of 1,
     bit for bit. Of use in a jitted training step of
     your own, with the model and the factors as its arguments. RoPE of the types `dynamic` and `longrope` goes by T (see
-    `lpes_jax.rope`). Raises UserError for LayerFactors that do not fit the model, and, unless `other_model`, for those found
-    for one of other sizes or another RoPE.
+    `lpes_jax.rope`).
+
+    Raises UserError for tokens that are not ids of the model, `[B, T]` with B and T from 1 on, for factors that do not fit it
+    or are out of range, and where a logit is not finite; unless `other_model`, also for LayerFactors found for a model of other
+    sizes or another RoPE. What is traced (`jax.jit`, `jax.grad`) has no values yet: its shape alone is checked.
     """
+    ids = checked_tokens(model, tokens)
+    checked_factors(model.config, factors, granularity)
+    checked_factors(model.config, gains, gains_granularity, what="gains")
     if isinstance(factors, LayerFactors):
         check_model(factors, model.config, other_model=other_model, quiet=True)
-    table = model.config.rope_table(tokens.shape[1], factors, granularity, gains, gains_granularity)
-    return _logits(model, tokens, table)
+    numbers = factors if isinstance(factors, LayerFactors) else _floating(factors)
+    table = model.config.rope_table(ids.shape[1], numbers, granularity, _floating(gains), gains_granularity)
+    found, finite = _logits(model, ids, table)
+    if not is_traced(finite) and not (well := np.asarray(finite)).all():
+        raise not_finite(model, np.asarray(ids)[~well].tolist(), _found(factors, granularity, gains, gains_granularity))
+    return found
 
 
 def generate(
     model: Llama,
     tokenizer: Any,
-    prompts: Sequence[str],
-    factors: LayerFactors | Float[Array, "L"] | None = None,
+    prompts: str | Sequence[str],
+    factors: Factors = None,
     max_new_tokens: int = 100,
     *,
     other_model: bool = False,
+    stop_ids: Sequence[int] | None = None,
+    apply_chat_template: bool = False,
+    prompt_form: PromptForm | None = None,
+    system_prompt: str | None = None,
 ) -> list[str]:
-    """The greedy continuation of each prompt, up to the end-of-text token or `max_new_tokens`.
+    """The greedy continuation of each prompt, up to an id that ends a text or `max_new_tokens`; one text is a list of one.
+
+    What ends a text stands in a tokenizer that `lpes_jax.load_tokenizer` gave: all ids of the model's generation_config.json,
+    config.json and tokenizer together, as for every verb. Of any other tokenizer it is its `eos_token_id`; `stop_ids` are taken
+    instead where they are given. The chat's settings are those of the verbs: `--apply-chat-template` and so on.
 
     Raises UserError for factors that do not fit the model, and, unless `other_model`, for LayerFactors found for one of other
-    sizes, another RoPE or another tokenizer. (Other weights of the same sizes are not seen here; `evaluate` warns of them.)
+    sizes, another RoPE or another tokenizer (other weights of the same sizes are not seen here; `evaluate` warns of them); for
+    no prompts, for prompts without tokens or too long for the
+    model's window, for `max_new_tokens` below 1, for ids that the model does not have, and where logits are not finite.
     """
-    layer_factors = factors if factors is None or isinstance(factors, LayerFactors) else LayerFactors(np.asarray(factors))
-    if layer_factors is not None:
-        check_model(layer_factors, model.config, tokenizer=tokenizer, other_model=other_model, quiet=True)
-    ids = generate_ids(
+    config = model.config
+    texts = [prompts] if isinstance(prompts, str) else list(prompts)
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise UserError(f"prompts must be a text or a list of texts, at least one; got {prompts!r:.60}")
+    if max_new_tokens < 1:
+        raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    chat = make_chat(tokenizer, apply_chat_template=apply_chat_template, prompt_form=prompt_form, system_prompt=system_prompt)
+    ids = token_ids(tokenizer, texts if chat is None else [chat.render(text) for text in texts])
+    if empty := [text for text, of_text in zip(texts, ids, strict=True) if not of_text]:
+        raise UserError(
+            f"the prompt {empty[0]!r:.40} has no tokens, and this tokenizer puts no BOS before it; give it some text"
+        )
+    if (longest := max(map(len, ids)) + max_new_tokens) > config.max_position_embeddings:
+        raise UserError(
+            f"the longest prompt with max_new_tokens {max_new_tokens} is {longest} tokens and the model's window is "
+            f"{config.max_position_embeddings}; shorten it, or lower max_new_tokens"
+        )
+    checked_factors(config, factors, "layer")
+    found = _found(factors, "layer", None, "layer")
+    if found is not None:
+        check_model(found, config, tokenizer=tokenizer, other_model=other_model, quiet=True)
+    new = generate_ids(
         model,
-        token_ids(tokenizer, list(prompts)),
-        factors=layer_factors,
+        ids,
+        factors=found,
         max_new_tokens=max_new_tokens,
-        stop=[] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id],
+        stop=_ends(tokenizer) if stop_ids is None else stop_ids,
     )
-    return tokenizer.batch_decode(ids, skip_special_tokens=True)
+    return tokenizer.batch_decode(new, skip_special_tokens=True)
+
+
+def _ends(tokenizer: Any) -> Sequence[int]:
+    """The ids that end a text, by a tokenizer."""
+    if (ends := getattr(tokenizer, "stop_ids", None)) is not None:
+        return ends
+    return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
 
 @jax.jit
-def _logits(model: Llama, tokens: Int[Array, "B T"], table: RopeTable) -> Float[Array, "B T V"]:
-    return output_logits(model, hidden_states(model, tokens, table))
+def _logits(model: Llama, tokens: Int[Array, "B T"], table: RopeTable) -> tuple[Float[Array, "B T V"], Bool[Array, "B"]]:
+    """The logits, and of each row whether all are finite."""
+    found = output_logits(model, hidden_states(model, tokens, table))
+    return found, jnp.isfinite(found).all(axis=(1, 2))
+
+
+def _floating(numbers: Any) -> Array | None:
+    """As an array of floats, which one of floats stays."""
+    if numbers is None or (isinstance(numbers, Array) and jnp.issubdtype(numbers.dtype, jnp.floating)):
+        return numbers
+    return jnp.asarray(numbers, jnp.float32)
+
+
+def _found(factors: Factors, granularity: Granularity, gains: Any, gains_granularity: Granularity) -> LayerFactors | None:
+    """What is given as LayerFactors; None for the model as it is."""
+    if isinstance(factors, LayerFactors) or (factors is None and gains is None):
+        return factors
+    if gains is None:
+        return LayerFactors(np.asarray(factors, np.float64), granularity)
+    of_gains = np.asarray(gains, np.float64)
+    if factors is None:
+        factors, granularity = np.ones(len(of_gains)), "layer"
+    return LayerFactors(np.asarray(factors, np.float64), granularity, of_gains, gains_granularity)

@@ -380,9 +380,9 @@ def _tune(scorer: Scorer | OptionScorer | None, choices: Sequence[Choice], confi
         assert scorer is not None and choice.maker is not None
         correct, log_likelihood = scorer.of_method(choice.maker(config, scorer.longest))
         means = float(correct.mean()), float(log_likelihood.mean())
-        of_tried = means[1] if math.isfinite(means[1]) else None
-        tried.append({"setting": choice.setting, "accuracy": means[0], "log_likelihood": of_tried})
-        return means
+        finite = math.isfinite(means[1])
+        tried.append({"setting": choice.setting, "accuracy": means[0], "log_likelihood": means[1] if finite else None})
+        return means if finite else (-math.inf, -math.inf)  # last; where it is the best, measuring it says what is wrong
 
     figures, best = max(((measured(choice), choice) for choice in choices), key=lambda it: it[0])
     return max([(figures, best), *((measured(choice), choice) for choice in best.then)], key=lambda it: it[0])[1], tried

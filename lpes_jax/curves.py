@@ -17,13 +17,29 @@ from math import comb
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
+
+from lpes_jax.errors import ArrayError
+from lpes_jax.rope import is_traced
 
 Points = Float[Array, "C 2"]
 
 
-def bezier(points: Points, num_layers: int) -> Float[Array, "L"]:
-    """Factors by the paper's map, for strictly increasing x (Eq. 10). Ends are exact: s_0 = P_0y, s_(L-1) = P_dy."""
+def bezier(points: Array, num_layers: int) -> Float[Array, "L"]:
+    """Factors by the paper's map, of `points` `[C, 2]` with strictly increasing x (Eq. 10).
+
+    Ends are exact: s_0 = P_0y, s_(L-1) = P_dy. Raises ArrayError (a UserError) for points that are none, or out of order; of
+    what is traced the shape alone is checked.
+    """
+    if num_layers < 1:
+        raise ArrayError(f"num_layers must be at least 1, got {num_layers}")
+    if points.ndim != 2 or points.shape[1] != 2 or len(points) < 2:
+        raise ArrayError(f"a curve needs control points [C, 2], at least two, got shape {list(points.shape)}")
+    if not is_traced(points):
+        values = np.asarray(points, np.float64)
+        if not np.isfinite(values).all() or not (np.diff(values[:, 0]) > 0).all():
+            raise ArrayError("control points must be finite numbers with strictly increasing x")
     x, y = points[:, 0], points[:, 1]
     x = (x - x[0]) / (x[-1] - x[0])  # so that Eq. 6 is h / (L - 1)
     targets = _layer_positions(num_layers, points.dtype)

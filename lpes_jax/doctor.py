@@ -8,7 +8,7 @@ Examples:
   python -m lpes_jax.doctor --model model.gguf --compare-with-transformers
       logits and greedy ids against transformers on torch, float32 on the CPU (pip install torch)
 
-Exit code 0 if every check passes, 1 if one fails, 2 if the model cannot be loaded.
+Exit code 0 if every check passes, 1 if one fails, 2 if the model cannot be loaded or its logits are not finite.
 """
 
 import shutil
@@ -29,6 +29,7 @@ from lpes_jax import compilation, process
 from lpes_jax.api import logits
 from lpes_jax.cli import run_verb
 from lpes_jax.errors import UserError
+from lpes_jax.finite import NotFinite
 from lpes_jax.limits import check_bounds
 from lpes_jax.models.llama import Loaded, load
 from lpes_jax.models.llama.attention import runs_on_cudnn
@@ -73,7 +74,8 @@ class Check:
 def run_doctor(settings: DoctorSettings) -> list[Check]:
     """Print what was understood and the verdict of each check; return the checks.
 
-    Raises UserError where the model cannot be loaded, and where torch is asked for and missing.
+    Raises UserError where the model cannot be loaded, where its logits are not finite (no other check says anything then), and
+    where torch is asked for and missing.
     """
     check_bounds(settings)
     if settings.compare_with_transformers:
@@ -81,10 +83,18 @@ def run_doctor(settings: DoctorSettings) -> list[Check]:
     checkpoint = open_checkpoint(resolve(settings.model))
     loaded = load(settings.model, settings.dtype)
     show(Grid(f"{settings.model}: what was understood", None, list(understood(checkpoint, loaded)), right=False))
-    checks = list(self_checks(loaded, settings))
-    verdicts = [(check.name, "ok" if check.passed else "FAILED", check.measured) for check in checks]
+    checks: list[Check] = []
+    verdicts: list[tuple[str, str, str]] = []
     styles = {"ok": "green", "FAILED": "red"}
-    show(Grid("self-checks", ("check", "verdict", "measured"), verdicts, right=False, styles=styles))
+    try:
+        for check in self_checks(loaded, settings):
+            checks.append(check)
+            verdicts.append((check.name, "ok" if check.passed else "FAILED", check.measured))
+    except NotFinite:
+        verdicts.append(("logits are finite", "FAILED", "see the error"))
+        raise
+    finally:
+        show(Grid("self-checks", ("check", "verdict", "measured"), verdicts, right=False, styles=styles))
     return checks
 
 
@@ -142,24 +152,30 @@ def self_checks(loaded: Loaded, settings: DoctorSettings) -> Iterator[Check]:
     """The checks, one after the other."""
     model, dtype = loaded.model, loaded.identity["dtype"]
     tokens = example_tokens(loaded, settings.num_tokens)
+    yield _tokens_fit(loaded)
     yield _rope_in_float32(model)
     yield _cached_is_full(model, tokens, dtype)
     yield _factor_1_changes_nothing(model, tokens)
     yield _padded_is_single(model, tokens, dtype)
-    yield _tokens_fit(loaded)
     if settings.compare_with_transformers:
         yield from _transformers_agrees(loaded, tokens, settings)
 
 
 def example_tokens(loaded: Loaded, count: int) -> list[int]:
     """`count` ids (fewer where the window is smaller) of key-value prompts, a text that any tokenizer takes."""
-    count = min(count, loaded.model.config.max_position_embeddings - NEW_TOKENS)
+    window = loaded.model.config.max_position_embeddings
+    count = max(1, min(count, window - new_tokens(window)))
     pairs, ids = 4, list[int]()
     while len(ids) < count:
         task = KeyValue(pairs, key_length=8)
         ids = token_ids(loaded.tokenizer, [task.prompt(task.examples("search", 1, 0)[0], 0).text])[0]
         pairs *= 2
     return ids[:count]
+
+
+def new_tokens(window: int) -> int:
+    """How many tokens are generated: half of a short window."""
+    return max(1, min(NEW_TOKENS, window // 2))
 
 
 def _rope_in_float32(model: Llama) -> Check:
@@ -182,14 +198,15 @@ def _rope_in_float32(model: Llama) -> Check:
 
 
 def _cached_is_full(model: Llama, tokens: list[int], dtype: str) -> Check:
-    table = model.config.rope_table(len(tokens) + NEW_TOKENS)
+    count = new_tokens(model.config.max_position_embeddings)
+    table = model.config.rope_table(len(tokens) + count)
     prompt, length = jnp.array([tokens], jnp.int32), jnp.array([len(tokens)], jnp.int32)
-    new = np.asarray(greedy(model, prompt, length, of_table(table), jnp.array([], jnp.int32), NEW_TOKENS))[0]
+    new = np.asarray(greedy(model, prompt, length, of_table(table), jnp.array([], jnp.int32), count))[0]
     whole = np.asarray(logits(model, jnp.array([[*tokens, *new.tolist()]], jnp.int32)))[0]
     predicting = whole[len(tokens) - 1 : -1]
-    gaps = predicting.max(axis=-1) - predicting[np.arange(NEW_TOKENS), new]
+    gaps = predicting.max(axis=-1) - predicting[np.arange(count), new]
     different = int((gaps > NEAR_TIE[dtype]).sum())
-    measured = f"{NEW_TOKENS - different} of {NEW_TOKENS} greedy tokens equal (two best logits within {NEAR_TIE[dtype]} count)"
+    measured = f"{count - different} of {count} greedy tokens equal (two best logits within {NEAR_TIE[dtype]} count)"
     return Check("cached decoding equals full recomputation", different == 0, measured)
 
 
@@ -218,6 +235,7 @@ def _transformers_agrees(loaded: Loaded, tokens: list[int], settings: DoctorSett
     from transformers import AutoModelForCausalLM
 
     model = loaded.model if loaded.identity["dtype"] == "float32" else load(settings.model, "float32").model
+    count = new_tokens(model.config.max_position_embeddings)
     with tempfile.TemporaryDirectory() as folder, process.cleaning(lambda: shutil.rmtree(folder)):
         save_llama(model, Path(folder))
         theirs: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -226,7 +244,7 @@ def _transformers_agrees(loaded: Loaded, tokens: list[int], settings: DoctorSett
         ids = theirs.generate(
             torch.tensor([tokens]),
             attention_mask=torch.ones(1, len(tokens)),
-            max_new_tokens=NEW_TOKENS,
+            max_new_tokens=count,
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
@@ -235,12 +253,12 @@ def _transformers_agrees(loaded: Loaded, tokens: list[int], settings: DoctorSett
     ours_model = jax.device_put(model, cpu)
     with jax.default_device(cpu):
         ours = np.asarray(logits(ours_model, jnp.array([tokens], jnp.int32)))[0]
-        table = ours_model.config.rope_table(len(tokens) + NEW_TOKENS)
+        table = ours_model.config.rope_table(len(tokens) + count)
         prompt, length = jnp.array([tokens], jnp.int32), jnp.array([len(tokens)], jnp.int32)
-        new = np.asarray(greedy(ours_model, prompt, length, of_table(table), jnp.array([], jnp.int32), NEW_TOKENS))[0].tolist()
+        new = np.asarray(greedy(ours_model, prompt, length, of_table(table), jnp.array([], jnp.int32), count))[0].tolist()
     yield _agreement("logits equal transformers' (float32)", ours, wanted, "float32")
     yield Check(
-        "greedy ids equal transformers'", new == ids, f"{sum(a == b for a, b in zip(new, ids, strict=True))} of {NEW_TOKENS}"
+        "greedy ids equal transformers'", new == ids, f"{sum(a == b for a, b in zip(new, ids, strict=True))} of {count}"
     )
 
 

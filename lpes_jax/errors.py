@@ -10,6 +10,10 @@ class UserError(Exception):
     """
 
 
+class ArrayError(UserError, ValueError):
+    """A UserError that is a ValueError too: an array that a function cannot take."""
+
+
 class Interrupted(KeyboardInterrupt):
     """SIGINT or SIGTERM. Its message is one line that says how to go on.
 

@@ -45,6 +45,7 @@ from jaxtyping import Bool, Float
 from lpes_jax.compilation import compilations
 from lpes_jax.errors import UserError
 from lpes_jax.factors import LayerFactors
+from lpes_jax.finite import not_finite
 from lpes_jax.generation import generate_ids
 from lpes_jax.methods import Maker
 from lpes_jax.models.llama.model import Llama
@@ -167,7 +168,8 @@ def evaluate(
     new one as it comes.
 
     Raises UserError for a metric that the task has not, for prompts that are too long (`overlength`: or leaves their questions
-    out), and for fewer new tokens than the longest gold answer has. `drop_leaky` is `lpes_jax.tasks.leaks.count_leaky`'s.
+    out), for fewer new tokens than the longest gold answer has, and where logits are not finite. `drop_leaky` is
+    `lpes_jax.tasks.leaks.count_leaky`'s.
     """
     known = ("prefix", *task.metrics) if task.decided_by == "generation" else task.metrics
     if unknown := [metric for metric in metrics if metric not in known]:
@@ -325,6 +327,9 @@ class _Measure:
         else:
             method = candidate.method(self.model.config, scorer.longest)
             correct, log_likelihood = scorer.of_method(method, on_prompts)
+        if len(bad := np.flatnonzero(~np.isfinite(log_likelihood[0]))):
+            texts, method = scorer.sequences(int(bad[0])), candidate.method is not None
+            raise not_finite(self.model, texts, factors, name=candidate.name, method=method)
         return correct[0], log_likelihood[0]
 
     def _generated(
@@ -340,6 +345,7 @@ class _Measure:
             stop=self.stop_ids,
             batch_size=self.batch_size,
             on_prompts=report,
+            name=outcome.candidate.name,
         )
         outputs = [
             task_prompts.before_stop(output, (*task.stop, *self.stop))

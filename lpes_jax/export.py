@@ -218,7 +218,7 @@ def _recorded(model: Llama, tokenizer: Any, factors: LayerFactors) -> dict[str, 
     """A prompt within the trained window, the best logits at each of its positions, and its greedy continuation."""
     config = model.config
     window = min(config.rope.original_max_position_embeddings or config.max_position_embeddings, config.max_position_embeddings)
-    ids = token_ids(tokenizer, [_TEXT])[0][: window - _NEW]
+    ids = token_ids(tokenizer, [_TEXT])[0][: max(1, window - _NEW)]
     best, best_ids = jax.lax.top_k(logits(model, jnp.array([ids], jnp.int32), factors)[0], min(_BEST, config.vocab_size))
     new = generate_ids(model, [ids], factors=factors, max_new_tokens=_NEW)[0]
     return {"text": _TEXT, "ids": ids, "best_ids": best_ids.tolist(), "best_logits": best.tolist(), "new_ids": new}

@@ -25,6 +25,7 @@ from lpes_jax.rope import GRANULARITIES, Granularity
 
 FORMAT, APPLIES_TO = "lpes-factors/2", "position / factor"
 _FORMATS = ("lpes-factors/1", FORMAT)
+LEAST, MOST = 1e-20, 1e20  # positions and frequencies divided by these stay well within float32's range
 _RANK = {"layer": 1, "layer_band": 2, "layer_group": 2, "layer_group_band": 3}
 _ZOO = Path(__file__).parent / "models" / "zoo"
 
@@ -254,4 +255,7 @@ def _checked(values: Any, granularity: Any, what: str = "factors", *, infinite: 
     if not good.all():
         bounds = "not below 0" if what == "gains" else "above 0"
         raise UserError(f"{what} must be finite and {bounds}, got {array[~good][0]}")
+    standing = array == (0 if what == "gains" else np.inf)  # a gain of 0, or a frequency that stands still
+    if not (usable := standing | ((array >= LEAST) & (array <= MOST))).all():
+        raise UserError(f"{what} must be from {LEAST:g} to {MOST:g}, which float32 can divide by; got {array[~usable][0]:g}")
     return array

@@ -12,10 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from lpes_jax.errors import UserError
 from lpes_jax.factors import LayerFactors
+from lpes_jax.finite import not_finite
 from lpes_jax.memory import out_of_memory, tokens_of_a_compilation, tokens_that_fit, tokens_worth_it
 from lpes_jax.mesh import least, mesh_of, to_host
-from lpes_jax.models.llama.generate import greedy
+from lpes_jax.models.llama.generate import continuation
 from lpes_jax.models.llama.method import Method, of_table
 from lpes_jax.models.llama.model import Llama, check_ids
 from lpes_jax.prefixes import padded, round_up
@@ -27,7 +29,7 @@ from lpes_jax.tasks.prompts import Prompt, encode
 class GeneratedScorer:
     """Scores individuals one by one on the text that they generate: the task's own metric, `score(output, prompt)` in [0, 1].
 
-    `correct` is that figure; `log_likelihood` is 0, nothing is teacher-forced.
+    `correct` is that figure; `log_likelihood` is 0, nothing is teacher-forced, or NaN where logits were not finite.
     """
 
     compilations = 0
@@ -60,15 +62,17 @@ class GeneratedScorer:
         gains_granularity: Granularity = "layer",
     ) -> Scores:
         """As `Scorer`'s."""
-        rows = []
-        for at, individual in enumerate(factors):
-            of_individual = None if gains is None else gains[at]
+        rows, finite = [], []
+        for number, individual in enumerate(factors):
+            of_individual = None if gains is None else gains[number]
             found = LayerFactors(individual, granularity, of_individual, gains_granularity)
-            ids = generate_ids(self._model, self._ids, factors=found, on_prompts=on_prompts, **self._settings)
+            ids, finite_rows = _generated(self._model, self._ids, factors=found, on_prompts=on_prompts, **self._settings)
             outputs = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
             rows.append([self._score(output, prompt) for output, prompt in zip(outputs, self._prompts, strict=True)])
+            finite.append(finite_rows)
         scores = np.array(rows, np.float32).reshape(len(factors), self.num_prompts)
-        return Scores(scores, np.zeros_like(scores))
+        well = np.array(finite, bool).reshape(scores.shape)
+        return Scores(np.where(well, scores, 0), np.where(well, np.float32(0), np.float32(np.nan)))
 
 
 def generate_ids(
@@ -83,13 +87,51 @@ def generate_ids(
     keep_stop: bool = False,
     batch_size: int | None = None,
     on_prompts: Callable[[int], None] = lambda count: None,
+    name: str = "",
 ) -> list[list[int]]:
     """Greedy continuations of token ids, in the order of the prompts, each cut before the first id of `stop` (or behind it).
 
     By the model with `factors` (an array is of `granularity`, without gains), or by the method that `make_method` makes for a
-    length in tokens. `batch_size` is prompts a pass and device.
+    length in tokens. `batch_size` is prompts a pass and device. Raises UserError for ids that the model does not have, for
+    counts below 1, and where logits are not finite (`name` says whose factors or which method it is then).
     """
+    outputs, finite = _generated(
+        model,
+        prompts,
+        factors=factors,
+        granularity=granularity,
+        make_method=make_method,
+        max_new_tokens=max_new_tokens,
+        stop=stop,
+        keep_stop=keep_stop,
+        batch_size=batch_size,
+        on_prompts=on_prompts,
+    )
+    if not all(finite):
+        bad = [[*prompts[at], *outputs[at]] for at, well in enumerate(finite) if not well]
+        raise not_finite(model, bad, factors, granularity, name=name, method=make_method is not None)
+    return outputs
+
+
+def _generated(
+    model: Llama,
+    prompts: Sequence[Sequence[int]],
+    *,
+    factors: LayerFactors | Float[np.ndarray, "..."] | None = None,
+    granularity: Granularity = "layer",
+    make_method: Callable[[int], Method] | None = None,
+    max_new_tokens: int,
+    stop: Sequence[int] = (),
+    keep_stop: bool = False,
+    batch_size: int | None = None,
+    on_prompts: Callable[[int], None] = lambda count: None,
+) -> tuple[list[list[int]], list[bool]]:
+    """The continuations of `generate_ids`, and of each whether all of its logits were finite."""
     check_ids(model, prompts)
+    if max_new_tokens < 1:
+        raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    if batch_size is not None and batch_size < 1:
+        raise UserError(f"batch_size must be at least 1, got {batch_size}")
     longest = max(len(ids) for ids in prompts)
     if make_method is None:
         scaled = jnp.asarray(factors, jnp.float32) if isinstance(factors, np.ndarray) else factors
@@ -105,10 +147,12 @@ def generate_ids(
         // whole
         // len(method.tables.inv_freq)
     )
-    of_device = min(batch_size or max(1, at_once), math.ceil(len(prompts) / places))
+    few = math.ceil(len(prompts) / places)
+    of_device = max(1, min(few, at_once)) if batch_size is None else min(batch_size, few)
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     width, compilation = longest, tokens_of_a_compilation(model)
     outputs: list[list[int]] = [[] for _ in prompts]
+    finite = [True] * len(prompts)
     ends = frozenset(stop)
     start = 0
     while start < len(order):
@@ -123,16 +167,17 @@ def generate_ids(
         tokens, lengths = (jnp.asarray(array) for array in padded(chosen + padding, width))
         new = None
         try:
-            new = greedy(model, tokens, lengths, method, jnp.array(stop, jnp.int32), max_new_tokens).block_until_ready()
+            new = continuation(model, tokens, lengths, method, jnp.array(stop, jnp.int32), max_new_tokens)
+            new = jax.block_until_ready(new)
         except jax.errors.JaxRuntimeError as error:
             if of_device == 1 or not out_of_memory(error):
                 raise
         if not least(int(new is not None)) or new is None:
             of_device = math.ceil(of_device / 2)
             continue
-        for i, ids in zip(at, to_host(new).tolist(), strict=False):
+        for i, ids, well in zip(at, *(part.tolist() for part in to_host(new)), strict=False):
             end = next((n for n, token in enumerate(ids) if token in ends), len(ids))
-            outputs[i] = ids[: end + keep_stop]
+            outputs[i], finite[i] = ids[: end + keep_stop], well
         start += len(at)
         on_prompts(len(at))
-    return outputs
+    return outputs, finite

@@ -27,10 +27,12 @@ from flax import nnx
 from lpes_jax.cli import fail
 from lpes_jax.errors import UserError
 from lpes_jax.factors import LayerFactors
+from lpes_jax.finite import not_finite
 from lpes_jax.generation import generate_ids
 from lpes_jax.memory import tokens_that_fit, tokens_worth_it
 from lpes_jax.models.llama import load
 from lpes_jax.models.llama.method import of_table
+from lpes_jax.models.llama.model import check_ids
 from lpes_jax.prefixes import padded, round_up
 from lpes_jax.same_model import check_loaded
 from lpes_jax.scoring import Scorer
@@ -86,6 +88,12 @@ class LayerFactorsLM(TemplateLM):
         other_model: bool = False,
     ):
         super().__init__()
+        self._batch_size = (
+            None if batch_size is None or str(batch_size).startswith("auto") else _whole("batch_size", batch_size)
+        )
+        for name, value in (("max_length", max_length), ("max_gen_toks", max_gen_toks)):
+            if value is not None:
+                _whole(name, value)
         found = None if factors is None else LayerFactors.load(factors)
         loaded = load(pretrained, dtype)
         config = loaded.model.config
@@ -93,8 +101,7 @@ class LayerFactorsLM(TemplateLM):
         self.max_gen_toks, self._loaded, self._model = max_gen_toks, loaded, loaded.model
         self._factors = LayerFactors.uniform(1.0, config.num_layers) if found is None else found
         self._factors_model = None if found is None else check_loaded(found, loaded, str(factors), other_model)
-        self.max_length = max_length or config.max_position_embeddings
-        self._batch_size = None if batch_size is None or str(batch_size).startswith("auto") else int(batch_size)
+        self.max_length = config.max_position_embeddings if max_length is None else max_length
         self._add_bos_token = add_bos_token
         prefixes = (prefix_token_id, self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
         self._prefix_token_id = next((token for token in prefixes if token is not None), None)
@@ -126,6 +133,8 @@ class LayerFactorsLM(TemplateLM):
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **ignored: Any
     ) -> list[tuple[float, bool]]:
         """(log p of the continuation, is it the greedy one) of each request: its texts, and the ids of both."""
+        if not requests:
+            return []
         prompts = []
         for (_, text), context, continuation in requests:
             if not 0 < len(continuation) <= self.max_length:
@@ -137,6 +146,8 @@ class LayerFactorsLM(TemplateLM):
         with _progress("loglikelihood", len(prompts), disable_tqdm) as on_prompts:
             scorer = Scorer(self._model, prompts, batch_size=self._batch_size)
             correct, log_likelihood = scorer(self._factors.factors[None], self._factors.granularity, on_prompts)
+            if len(bad := np.flatnonzero(~np.isfinite(log_likelihood[0]))):
+                raise not_finite(self._model, scorer.sequences(int(bad[0])), self._factors)
         answers = list(zip(log_likelihood[0].tolist(), (bool(it) for it in correct[0]), strict=True))
         for (texts, _, _), answer in zip(requests, answers, strict=True):
             self.cache_hook.add_partial("loglikelihood", texts, answer)
@@ -163,9 +174,10 @@ class LayerFactorsLM(TemplateLM):
         """The number of each window, and -log p of its tokens (and of the padding behind them)."""
         if not windows:
             return []
+        check_ids(self._model, windows)
         width = round_up(max(map(len, windows)))
         at_once = min(tokens_that_fit(self._model, width, min(width, _CHUNK)), tokens_worth_it(self._model, width)) // width
-        size = min(self._batch_size or max(1, at_once), len(windows))
+        size = max(1, min(at_once, len(windows))) if self._batch_size is None else min(self._batch_size, len(windows))
         order = sorted(range(len(windows)), key=lambda at: len(windows[at]))
         nlls: list[tuple[int, np.ndarray]] = []
         for start in range(0, len(order), size):
@@ -175,6 +187,9 @@ class LayerFactorsLM(TemplateLM):
             tokens, _ = padded([windows[at] for at in filled], round_up(longest))
             table = self._model.config.rope_table(longest - 1, self._factors)
             values = np.asarray(token_nll(self._model, jnp.asarray(tokens), of_table(table), _CHUNK))
+            for ids, nll in zip([windows[at] for at in of_batch], values, strict=False):
+                if not np.isfinite(nll[: len(ids)]).all():
+                    raise not_finite(self._model, [ids], self._factors)
             nlls += zip(of_batch, values, strict=False)
             on_windows(len(of_batch))
         return nlls
@@ -247,6 +262,13 @@ class LayerFactorsLM(TemplateLM):
             "lpes_factors": self._factors.numbers,
             "lpes_factors_model": self._factors_model,
         }
+
+
+def _whole(name: str, value: int | str) -> int:
+    """A count of the model's arguments. Raises UserError for one that is no whole number from 1 on."""
+    if not str(value).isdecimal() or int(value) < 1:
+        raise UserError(f"{name} in --model_args must be a whole number from 1 on, got {value!r:.40}")
+    return int(value)
 
 
 @contextmanager

@@ -28,13 +28,15 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from lpes_jax.errors import UserError
+from lpes_jax.errors import ArrayError, UserError
 
 Granularity = Literal["layer", "layer_band", "layer_group", "layer_group_band"]
 GRANULARITIES: tuple[str, ...] = get_args(Granularity)
 _LEFT_OUT: Any = None  # of a table: filled in when it is made
+_AXES = {"layer": 1, "layer_band": 2, "layer_group": 2, "layer_group_band": 3}  # of the factors of one individual
 
 # Each kind and its own keys; transformers' `modeling_rope_utils.py` is the reference of all.
 _KEYS: dict[str, tuple[str, ...]] = {
@@ -234,6 +236,11 @@ def inverse_frequencies(rope: RopeParameters, head_dim: int, length: int = 0) ->
     return jnp.asarray(inv_freq, jnp.float32)
 
 
+def is_traced(value: Any) -> bool:
+    """Is this a value of a program that is being compiled (`jax.jit`, `jax.grad`), which has a shape and no numbers yet?"""
+    return isinstance(value, Tracer)
+
+
 def scale_layers(
     inv_freq: Float[Array, "*rows half"], factors: Float[Array, "..."], granularity: Granularity = "layer"
 ) -> Float[Array, "*population L G half"]:
@@ -241,25 +248,38 @@ def scale_layers(
 
     `inv_freq` is `[R/2]` or a table's `[L, 1, R/2]`. `factors` is `[L]` (`layer`), `[L, bands]` (`layer_band`: the R/2
     frequencies of a layer in equal bands, highest first), `[L, K]` (`layer_group`) or `[L, K, bands]` (`layer_group_band`),
-    with any leading population axes. Differentiable in `factors`, jit- and vmap-able. Raises ValueError where the bands do not
-    divide R/2.
+    with any leading population axes. Differentiable in `factors`, jit- and vmap-able. Raises ArrayError (a UserError) where the
+    bands do not divide R/2, or the layers of the factors are not the table's: one factor does not stand for all of them.
     """
+    axes = _axes(factors, granularity, "factors")
+    layers = factors.shape[-axes]
+    if inv_freq.ndim > 1 and layers != len(inv_freq):
+        raise ArrayError(f"{layers} layers of factors, but the table has {len(inv_freq)}; give each layer its own")
     return _divide(inv_freq, expand(factors, inv_freq.shape[-1], granularity))
+
+
+def _axes(values: Float[Array, "..."], granularity: Granularity, what: str) -> int:
+    """The axes of one individual's values. Raises ArrayError for values that lack them."""
+    axes = _AXES.get(granularity, 0)
+    if not axes:
+        raise ArrayError(f"granularity {granularity!r} is not one of {', '.join(GRANULARITIES)}")
+    if values.ndim < axes or not values.size:
+        raise ArrayError(f"granularity {granularity} needs {what} of {axes} axes, got shape {list(values.shape)}")
+    return axes
 
 
 def expand(values: Float[Array, "..."], half: int, granularity: Granularity = "layer") -> Float[Array, "*population L G half"]:
     """Factors or gains of a granularity (see `scale_layers`) as one value for each of the `half` frequencies of a head."""
+    _axes(values, granularity, "values")
     if granularity == "layer":
         values = values[..., :, None, None]
     elif granularity == "layer_band":
         values = values[..., :, None, :]
     elif granularity == "layer_group":
         values = values[..., :, :, None]
-    elif granularity != "layer_group_band":
-        raise ValueError(f"granularity {granularity!r} is not one of {', '.join(GRANULARITIES)}")
     bands = values.shape[-1]
     if half % bands:
-        raise ValueError(f"{bands} bands do not divide the {half} frequencies of a head")
+        raise ArrayError(f"{bands} bands do not divide the {half} frequencies of a head")
     return jnp.repeat(values, half // bands, axis=-1)
 
 

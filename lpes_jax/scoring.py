@@ -29,6 +29,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from lpes_jax.compilation import LARGE_PRODUCTS, compile_side_by_side
 from lpes_jax.errors import UserError
+from lpes_jax.factors import LayerFactors
+from lpes_jax.finite import not_finite
+from lpes_jax.inputs import checked_factors
 from lpes_jax.memory import out_of_memory, pass_bytes, planned_memory, tokens_of_a_compilation, tokens_that_fit, tokens_worth_it
 from lpes_jax.mesh import BY_POPULATION, EVERYWHERE, least, make_mesh, mesh_of, over_population, put, put_model, to_host
 from lpes_jax.models.llama.method import Method, of_table
@@ -50,12 +53,15 @@ from lpes_jax.prefixes import (
     round_up,
     tree_of,
 )
-from lpes_jax.rope import Granularity, RopeTable
+from lpes_jax.rope import Granularity, RopeTable, is_traced
 from lpes_jax.tasks.prompts import EncodedPrompt, Prompt, encode, option_prompts
 
 
 class Scores(NamedTuple):
-    """`correct`: an admitted answer is the greedy continuation. `log_likelihood`: of the admitted answers together, in nats."""
+    """`correct`: an admitted answer is the greedy continuation. `log_likelihood`: of the admitted answers together, in nats.
+
+    Where the logits of an answer were not finite, the log-likelihood is NaN and nothing is correct.
+    """
 
     correct: Bool[np.ndarray, "P N"] | Float[np.ndarray, "P N"]
     log_likelihood: Float[np.ndarray, "P N"]
@@ -67,7 +73,8 @@ def batch_scores(
     """For each row: are all answer tokens the argmax, and the sum of their log-probabilities in nats.
 
     Of trees, row r of tree b is b R + r. A method with a replacement takes a `Batch`. `remat` recomputes each layer in the
-    backward pass instead of keeping its activations.
+    backward pass instead of keeping its activations. A log-likelihood that is not finite is that of logits which are not: such
+    a row is not right.
     """
     shared = alone(batch) if isinstance(batch, Batch) else batch
 
@@ -86,7 +93,7 @@ def batch_scores(
     chosen = logits[tree, shared.at, shared.answers] - jax.nn.logsumexp(logits, axis=-1)[tree, shared.at]
     correct = (predicted == shared.answers) | ~shared.is_answer
     log_likelihood = jnp.where(shared.is_answer, chosen, 0).sum(axis=-1)
-    return correct.all(axis=-1).ravel(), log_likelihood.ravel()
+    return (correct.all(axis=-1) & jnp.isfinite(log_likelihood)).ravel(), log_likelihood.ravel()
 
 
 def _shapes(call: tuple[Any, ...]) -> Hashable:
@@ -113,14 +120,29 @@ def population_scores(
     gains: Float[Array, "P ..."] | None = None,
     gains_granularity: Granularity = "layer",
 ) -> tuple[Bool[Array, "P rows"], Float[Array, "P rows"]]:
-    """`batch_scores` of every individual, vmapped over the factors, which divide `table` (None: the model's own), and gains."""
-    own = model.config.rope_table(_tokens(batch).shape[1]) if table is None else table
+    """`batch_scores` of every individual, vmapped over the factors, which divide `table` (None: the model's own), and gains.
+
+    An individual whose logits are not finite has log-likelihoods that are not, and nothing right. Raises UserError for ids that
+    the model does not have, for factors that do not fit it or are out of range, and where no individual's logits are finite; of
+    what is traced (`jax.jit`) the shape alone is checked.
+    """
+    checked_factors(model.config, factors, granularity, population=True)
+    checked_factors(model.config, gains, gains_granularity, population=True, what="gains")
+    if not is_traced(tokens := _tokens(batch)):
+        for ids in (tokens, batch.answers):
+            check_ids(model, np.asarray(ids), "the batch holds")
+    own = model.config.rope_table(tokens.shape[1]) if table is None else table
 
     def individual(factors: Array, gains: Array | None) -> tuple[Array, Array]:
         scaled = own.scaled(factors, granularity)
         return batch_scores(model, batch, of_table(scaled if gains is None else scaled.with_gains(gains, gains_granularity)))
 
-    return jax.vmap(individual)(factors, gains)
+    correct, log_likelihood = jax.vmap(individual)(factors, gains)
+    if not is_traced(log_likelihood) and not np.isfinite(log_likelihood).all(axis=1).any():
+        of_first = None if gains is None else np.asarray(gains[0])
+        first = LayerFactors(np.asarray(factors[0]), granularity, of_first, None if gains is None else gains_granularity)
+        raise not_finite(model, np.asarray(tokens).tolist(), first, name="individual 0")
+    return correct, log_likelihood
 
 
 @partial(jax.jit, static_argnames=("granularity", "gains_granularity", "mesh", "by_trees"), compiler_options=LARGE_PRODUCTS)
@@ -202,9 +224,12 @@ class Scorer:
         self._places = self.mesh.shape["population"]
         self._everywhere, self._by_population = (NamedSharding(self.mesh, spec) for spec in (EVERYWHERE, BY_POPULATION))
         self.model = put_model(model, self.mesh)
+        for name, value in (("batch_size", batch_size), ("population_chunk", population_chunk)):
+            if value is not None and value < 1:
+                raise UserError(f"{name} must be at least 1, got {value}")
         self.num_prompts = len(prompts)
         self._rows: list[Row] = [(prompt.ids, answer) for prompt in prompts for answer in prompt.answers]
-        check_ids(model, [ids + answer for ids, answer in self._rows])
+        check_ids(model, [part for row in self._rows for part in row])
         self._prompt_of_row = np.repeat(np.arange(len(prompts)), [len(prompt.answers) for prompt in prompts])
         self.answer_tokens = np.array([min(len(answer) for answer in prompt.answers) for prompt in prompts])
         self._answer_length = max(len(answer) for _, answer in self._rows)
@@ -402,9 +427,14 @@ class Scorer:
         self._group()
         self._plans = {}
 
+    def sequences(self, prompt: int) -> list[list[int]]:
+        """The token ids that the scores of a prompt are of: its text with each of its answers."""
+        return [ids + answer for at in np.flatnonzero(self._prompt_of_row == prompt) for ids, answer in [self._rows[at]]]
+
     def _by_prompt(self, correct: np.ndarray, log_likelihood: np.ndarray) -> Scores:
         # The admitted answers of a prompt: right if one is, as likely as all together.
         first_rows = np.searchsorted(self._prompt_of_row, np.arange(self.num_prompts))
+        log_likelihood = np.where(np.isfinite(log_likelihood), log_likelihood, np.float32(np.nan))
         return Scores(
             np.logical_or.reduceat(correct, first_rows, axis=1),
             np.logaddexp.reduceat(log_likelihood, first_rows, axis=1),
@@ -415,6 +445,7 @@ class OptionScorer:
     """Scores populations on prompts that are decided by options (`prompt.options`, one of them in `prompt.answers`).
 
     `correct`: the gold option is the likeliest (of equals the first). `log_likelihood`: of the gold one among the options.
+    Both as `Scores` has them where the logits of one of the options are not finite.
     """
 
     def __init__(
@@ -464,6 +495,11 @@ class OptionScorer:
     def longest(self) -> int:
         return self._scorer.longest
 
+    def sequences(self, prompt: int) -> list[list[int]]:
+        """As `Scorer`'s, with each option as an answer."""
+        options = range(*self._starts[prompt : prompt + 2])
+        return [ids for option in options for ids in self._scorer.sequences(option)]
+
     def lengthen(self, longest: int) -> None:
         """As `Scorer`'s."""
         self._scorer.lengthen(longest)
@@ -477,7 +513,7 @@ class OptionScorer:
         log_likelihood = np.empty(correct.shape, np.float32)
         for at, (start, end, gold) in enumerate(zip(self._starts[:-1], self._starts[1:], self._gold, strict=True)):
             options = of_option[:, start:end]
-            correct[:, at] = options.argmax(axis=1) == gold
             log_likelihood[:, at] = options[:, gold] - np.logaddexp.reduce(options, axis=1)
+            correct[:, at] = (options.argmax(axis=1) == gold) & np.isfinite(log_likelihood[:, at])
         on_prompts(correct.size)
         return Scores(correct, log_likelihood)

@@ -8,8 +8,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int
 
+from lpes_jax.finite import not_finite
 from lpes_jax.mesh import BY_POPULATION, EVERYWHERE, mesh_of, over_population, put
-from lpes_jax.models.llama.method import Method
+from lpes_jax.models.llama.method import Method, of_table
 from lpes_jax.models.llama.model import Llama, hidden_states, method_logits, over_tables
 
 
@@ -28,6 +29,14 @@ def token_nll(
     filled = np.resize(np.asarray(tokens), (-(-len(tokens) // places) * places, tokens.shape[1]))
     everywhere, by_rows = (NamedSharding(mesh, spec) for spec in (EVERYWHERE, BY_POPULATION))
     return _spread_nll(model, put(filled, by_rows), put(method, everywhere), chunk, remat, mesh)[: len(tokens)]
+
+
+def check_text(model: Llama, windows: Int[Array, "W T"] | Int[np.ndarray, "W T"]) -> None:
+    """Raise UserError where the logits of the model as it is are not finite on some window: for what failed on the text."""
+    method = of_table(model.config.rope_table(windows.shape[1]))
+    for window in np.asarray(windows):
+        if not np.isfinite(np.asarray(token_nll(model, jnp.asarray(window[None], jnp.int32), method))).all():
+            raise not_finite(model, [window.tolist()])
 
 
 @partial(jax.jit, static_argnames=("chunk", "remat", "mesh"))

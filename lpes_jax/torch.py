@@ -43,6 +43,7 @@ KEY = "lpes_factors"  # of config.json
 APPLIES_TO = "position / factor"
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3")
 TOLERANCE = 2e-2  # of the self-test: float32 logits of two libraries
+LEAST, MOST = 1e-20, 1e20  # positions and frequencies divided by these stay well within float32's range
 _RANK = {"layer": 1, "layer_band": 2, "layer_group": 2, "layer_group_band": 3}
 
 
@@ -116,10 +117,10 @@ def _expanded(what: str, numbers: Any, granularity: str, config: Any, half: int)
     table = torch.as_tensor(_without_nulls(numbers), dtype=torch.float32)
     if granularity not in _RANK or table.dim() != _RANK[granularity]:
         raise ValueError(f"{what} of shape {list(table.shape)} are not of granularity {granularity!r} ({', '.join(_RANK)})")
-    if what == "factors" and not (table > 0).all():
-        raise ValueError("factors must be finite and above 0")
-    if what == "gains" and not (torch.isfinite(table) & (table >= 0)).all():
-        raise ValueError("gains must be finite and not below 0")
+    standing = table == (0 if what == "gains" else float("inf"))  # a gain of 0, or a frequency that stands still
+    if not (standing | ((table >= LEAST) & (table <= MOST))).all():
+        bounds = "not below 0" if what == "gains" else "above 0"
+        raise ValueError(f"{what} must be finite and {bounds}, from {LEAST:g} to {MOST:g}")
     if len(table) != config.num_hidden_layers:
         raise ValueError(f"{len(table)} layers of {what}, but the model has {config.num_hidden_layers}")
     if "group" in granularity and table.shape[1] != config.num_key_value_heads:

@@ -1,5 +1,6 @@
 """Perplexity of a text for each candidate: over all scored tokens, and by position in the window."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,12 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from lpes_jax.errors import UserError
 from lpes_jax.evaluation import Candidate, environment
+from lpes_jax.factors import LayerFactors
+from lpes_jax.finite import not_finite
 from lpes_jax.mesh import mesh_of
 from lpes_jax.models.llama import Loaded
 from lpes_jax.models.llama.method import of_table
-from lpes_jax.models.llama.model import Llama
-from lpes_jax.tasks.perplexity import Perplexity, Window, perplexity, perplexity_by_position
+from lpes_jax.models.llama.model import Llama, check_ids
+from lpes_jax.tasks.perplexity import Perplexity, Window, mean_nll, perplexity, perplexity_by_position
 from lpes_jax.tasks.prompts import Split
 from lpes_jax.text_nll import token_nll
 
@@ -28,22 +32,22 @@ def measure_perplexity(
     """`results.json` of the task, of at most `limit` windows, and a line for each candidate.
 
     Windows longer than the model's are allowed: that is how extrapolation is measured. Raises UserError for a text that is
-    too short.
+    too short, for ids that the model does not have, and where logits are not finite.
     """
     everything = task.windows(loaded.tokenizer, split)
     windows = everything[:limit]
     methods: dict[str, Any] = {}
     lines: list[str] = []
     for candidate in candidates:
-        nlls = text_nlls(loaded.model, windows, candidate, batch_size or 1)
+        nlls = text_nlls(loaded.model, windows, candidate, 1 if batch_size is None else batch_size)
         by_position = perplexity_by_position(windows, nlls)
         methods[candidate.name] = {
-            "perplexity,none": perplexity(windows, nlls),
-            "nll_per_token,none": float(np.log(perplexity(windows, nlls))),
-            "perplexity_by_position": {str(start): value for start, value in by_position},
+            "perplexity,none": _finite(total := perplexity(windows, nlls)),
+            "nll_per_token,none": mean_nll(windows, nlls),
+            "perplexity_by_position": {str(start): _finite(value) for start, value in by_position},
         }
         shown = ", ".join(f"{start}: {value:.2f}" for start, value in by_position)
-        lines.append(f"{candidate.name}: perplexity {methods[candidate.name]['perplexity,none']:.3f}; from position {shown}")
+        lines.append(f"{candidate.name}: perplexity {total:.3f}; from position {shown}")
     last = methods[candidates[-1].name]
     tokens = sum(len(window.ids) - window.scored for window in windows)
     record = {
@@ -56,10 +60,21 @@ def measure_perplexity(
     return record, lines
 
 
+def _finite(perplexity: float) -> float | None:
+    """As JSON has it: nothing where it is more than a float holds."""
+    return perplexity if math.isfinite(perplexity) else None
+
+
 def text_nlls(
     model: Llama, windows: Sequence[Window], candidate: Candidate, batch_size: int = 1
 ) -> list[Float[np.ndarray, "T"]]:
-    """-log p of each token of each window. `batch_size` is windows a pass and device."""
+    """-log p of each token of each window. `batch_size` is windows a pass and device.
+
+    Raises UserError for ids that the model does not have, for windows without tokens, and where logits are not finite.
+    """
+    if batch_size < 1:
+        raise UserError(f"batch_size must be at least 1, got {batch_size}")
+    check_ids(model, [window.ids for window in windows])
     mesh = mesh_of(model)
     places = 1 if mesh is None else mesh.shape["population"]
     batch_size = min(batch_size, -(-len(windows) // places)) * places
@@ -71,5 +86,9 @@ def text_nlls(
     for start in range(0, len(windows), batch_size):
         ids = [window.ids for window in windows[start : start + batch_size]]
         rows = ids + [ids[0]] * (batch_size - len(ids))  # the last batch is as large as the others: one compilation
-        nlls += list(np.asarray(token_nll(model, jnp.array(rows, jnp.int32), method)))[: len(ids)]
+        values = np.asarray(token_nll(model, jnp.array(rows, jnp.int32), method))[: len(ids)]
+        if bad := [of_row for of_row, nll in zip(ids, values, strict=True) if not np.isfinite(nll).all()]:
+            used, method = factors or LayerFactors.uniform(1.0, model.config.num_layers), candidate.method is not None
+            raise not_finite(model, bad, used, name=candidate.name, method=method)
+        nlls += list(values)
     return nlls

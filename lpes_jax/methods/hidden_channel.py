@@ -45,10 +45,11 @@ from jaxtyping import Array, Float, Int
 from scipy.signal import savgol_filter
 
 from lpes_jax.errors import UserError
+from lpes_jax.finite import not_finite
 from lpes_jax.methods import Maker
 from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.method import Channel, Method, Replacement, of_table
-from lpes_jax.models.llama.model import Llama, states_after_layers
+from lpes_jax.models.llama.model import Llama, check_ids, states_after_layers
 
 FACTORS = (0.0, 0.5, -0.5, -1.0)
 _LAYERS = {28: (10, 23), 32: (10, 26), 40: (10, 35), 48: (10, 43)}  # the paper's, by depth
@@ -90,13 +91,21 @@ def middle_layers(num_layers: int) -> tuple[int, int]:
 
 
 def positional_channels(model: Llama, tokenizer: Any, seed: int, count: int = 10, strings: int = 200) -> list[int]:
-    """At most `count` positional channels, the smoothest first: steps 1 to 3. Raises UserError where the model has none."""
+    """At most `count` positional channels, the smoothest first: steps 1 to 3.
+
+    Raises UserError where the model has none, for ids that it does not have, and where its hidden states are not finite.
+    """
+    if min(count, strings) < 1:
+        raise UserError(f"hidden channel: count and strings must be at least 1, got {count} and {strings}")
     length = min(_LENGTH, model.config.max_position_embeddings)
     drawn = np.random.default_rng(seed).choice(_CHARACTERS, (strings, 8 * length))
     ids = tokenizer(["".join(row) for row in drawn], add_special_tokens=False)["input_ids"]
     length = min(length, *map(len, ids))
     tokens = np.array([row[:length] for row in ids], np.int32)
-    if channels := rank_channels(mean_states(model, tokens), count):
+    check_ids(model, tokens)
+    if not np.isfinite(states := mean_states(model, tokens)).all():
+        raise not_finite(model, tokens.tolist())
+    if channels := rank_channels(states, count):
         return channels
     raise UserError(
         "hidden channel: no channel of this model's hidden states rises or falls with the position in more than "

@@ -51,9 +51,9 @@ from lpes_jax.methods import Maker
 from lpes_jax.models.llama.attention import cached_attention, causal_attention
 from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.method import Layer, Method, of_attention
-from lpes_jax.models.llama.model import Llama
+from lpes_jax.models.llama.model import Llama, check_ids
 from lpes_jax.rope import cos_sin, rotate
-from lpes_jax.text_nll import token_nll
+from lpes_jax.text_nll import check_text, token_nll
 
 BASES = (10_000.0, 17_500.0, 18_000.0, 19_000.0, 20_000.0, 22_500.0, 25_000.0)
 _LEAVES = ("w1", "w2", "w3")
@@ -220,6 +220,8 @@ def train_router(
 
     `windows` are token ids of text, `batch` of which make a step, drawn without replacement until all have been used.
     `microbatch` windows are in memory at once; that changes no result. `on_step` is told each step, from 1, and its loss.
+
+    Raises UserError for counts that cannot be, for windows that are no ids of the model, and where the loss is not finite.
     """
     if min(steps, batch, microbatch) < 1 or not learning_rate > 0:
         raise UserError("MoICE: steps, batch and microbatch must be at least 1, and the learning rate above 0")
@@ -227,6 +229,7 @@ def train_router(
         raise UserError(
             f"MoICE: a router is trained on windows of 2 tokens or more, got {windows.shape[0]} of {windows.shape[1]}"
         )
+    check_ids(model, windows)
     rng = np.random.default_rng(seed)
     epochs = -(-steps * batch // len(windows))
     order = np.concatenate([rng.permutation(len(windows)) for _ in range(epochs)])[: steps * batch]
@@ -237,9 +240,10 @@ def train_router(
         tokens = jnp.asarray(windows[at], jnp.int32)
         weights, moments, loss = _step(model, weights, moments, tokens, start.bases, top_k, learning_rate)
         losses.append(float(loss))
+        if not math.isfinite(losses[-1]):
+            check_text(model, windows)
+            raise UserError(f"MoICE: the router's loss is not finite in step {step}; lower the learning rate")
         on_step(step, losses[-1])
-    if not np.isfinite(losses).all():
-        raise UserError("MoICE: the router's loss is not finite; lower the learning rate")
     return Router(*weights, bases=start.bases), losses
 
 

@@ -22,7 +22,7 @@ from lpes_jax.prefixes import families
 from lpes_jax.rope import RopeTable
 from lpes_jax.search.fitness import Fitness, Group, Individuals, mean_tokens
 from lpes_jax.search.genetic import CROSSOVER, FAILED_CROSSOVER, INITIAL, MUTATION, Lineage, PaperGA
-from lpes_jax.search.gradient import Apply, Look, Parameters, State, descend, initial_state
+from lpes_jax.search.gradient import Apply, Look, LossNotFinite, Parameters, State, descend, initial_state
 from lpes_jax.search.minibatches import Data, Examples, Share, by_length, pack, prompts_of_a_tree, shared_trees, sizes
 from lpes_jax.search.plain_text import split_windows
 from lpes_jax.search.settings import SearchSettings, genetic_settings, gradient_settings
@@ -30,6 +30,7 @@ from lpes_jax.search.space import LEAST_GAP, Numbers, Space
 from lpes_jax.search.strategies import RANDOM, run_strategy, strategy
 from lpes_jax.tasks import prompts as task_prompts
 from lpes_jax.tasks.prompts import EncodedPrompt, Prompt, Tokenizer
+from lpes_jax.text_nll import check_text
 
 OPERATORS = {INITIAL: "initial", MUTATION: "mutation", CROSSOVER: "crossover", FAILED_CROSSOVER: "crossover_failed"}
 Values = Callable[[Parameters], Numbers]
@@ -96,7 +97,7 @@ class Strategy:
 
     def __init__(self, settings: SearchSettings, space: Space):
         ga = settings.population_size + settings.generations * (settings.mutations + 2 * settings.crossovers)
-        self.individuals = settings.max_evaluations or ga
+        self.individuals = ga if settings.max_evaluations is None else settings.max_evaluations
         self.settings, self.space, self.search_space = replace(settings, max_evaluations=self.individuals), space, None
         first, *others = space.learnt.values()
         _, self.low, self.high = first
@@ -203,22 +204,32 @@ class Gradient:
                 losses = f"(nats a token): {'; '.join(told)}"
             fitness.progress.note(f"step {look.step}/{self.gradient.steps}  loss on held-back questions {losses}{text}")
             if record["fitness"] is None and look.step == 0:
-                raise UserError("the loss is not finite at the start; try --dtype float32, or another --initial-factor")
+                raise LossNotFinite("the loss is not finite at the start; try --dtype float32, or another --initial-factor")
             fitness.stop.check()
 
-        descend(
-            model,
-            train,
-            held_back,
-            self.parameters,
-            apply,
-            self.gradient,
-            project=self.project,
-            penalty=penalty if stay_close else None,
-            seed=self.settings.seed,
-            resume=resume,
-            on_look=on_look,
-        )
+        try:
+            descend(
+                model,
+                train,
+                held_back,
+                self.parameters,
+                apply,
+                self.gradient,
+                project=self.project,
+                penalty=penalty if stay_close else None,
+                seed=self.settings.seed,
+                resume=resume,
+                on_look=on_look,
+            )
+        except LossNotFinite as error:
+            self._check_model(model, fitness, [*held_back.texts, *train.texts])
+            raise error
+
+    def _check_model(self, model: Llama, fitness: Fitness, texts: Sequence[Int[Array, "W T"]]) -> None:
+        """Raise UserError where the model as it is, without factors, is not finite: on a prompt, or on plain text."""
+        fitness.check_model("the loss is not finite", fitness.of_factors(np.ones((1, model.config.num_layers), np.float32)))
+        for windows in texts:
+            check_text(model, windows)
 
     def data(
         self,

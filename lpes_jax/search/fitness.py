@@ -20,6 +20,7 @@ from jaxtyping import Float, Int
 
 from lpes_jax.errors import UserError
 from lpes_jax.factors import array_of, json_of
+from lpes_jax.finite import WAY_OUT, place, shown
 from lpes_jax.generation import GeneratedScorer
 from lpes_jax.mesh import make_mesh, mesh_of, put_model
 from lpes_jax.models.llama.config import LlamaConfig
@@ -70,7 +71,8 @@ class Individuals(NamedTuple):
         return record if self.gains is None else record | {"gains": rounded(self.gains)}
 
 
-Trace = Callable[[int, Individuals, tuple[Granularity, Granularity]], int | str | None]  # (prompt, individual, ...) -> layer
+# (prompt, individual or None for the model as it is, granularities) -> layer
+Trace = Callable[[int, Individuals | None, tuple[Granularity, Granularity]], int | str | None]
 
 
 class JoinedScorer:
@@ -116,8 +118,8 @@ class Group:
 class Fitness:
     """Scores generations and keeps the history: `records` are the lines of history.jsonl.
 
-    `first_bad_layer` says where a score became NaN or infinite (`lpes_jax.search.non_finite`). `groups`: the tasks of a
-    mixture; without them all prompts are asked at the same positions.
+    `first_bad_layer` says where a score became NaN or infinite (`lpes_jax.finite`). `groups`: the tasks of a mixture; without
+    them all prompts are asked at the same positions.
     """
 
     def __init__(
@@ -140,6 +142,7 @@ class Fitness:
         self.records: list[dict[str, Any]] = []
         self.evaluations = 0  # individuals that the model scored, on all examples or in a race: factors that had not been seen
         self._prompts_saved = 0
+        self._traced: set[int] = set()  # prompts on which the model as it is was found to be finite
         self._seen: dict[tuple, dict[str, Any]] = {}
 
     @property
@@ -176,13 +179,30 @@ class Fitness:
         for start in range(0, len(drafts), at_once):
             block = slice(start, start + at_once)
             self._block(drafts[block], individuals.at(block), bar)
+            self.check_model(f"generation {number}", self.records[before:])
         made = self.records[before:]
+        self.check_any(f"generation {number}", made)
         if bad := [record for record in made if record["fitness"] is None]:
-            where = f"generation {number}: {len(bad)} of {len(made)} have scores that are not finite; {_told(bad[0])}"
-            if len(bad) == len(made):
-                raise UserError(f"{where}; try --dtype float32, or factors nearer to 1 (--min-factor, --max-factor)")
-            print(f"note: {where}", file=sys.stderr)
+            print(f"note: generation {number}: {_count(made)}; {_told(bad[0])}", file=sys.stderr)
         return np.array([np.nan if record["fitness"] is None else record["fitness"] for record in made])
+
+    def check_model(self, when: str, made: Sequence[dict[str, Any]]) -> None:
+        """Raise UserError where scores of individuals are not finite because those of the model as it is are not."""
+        for prompt in [record["not_finite"]["prompt"] for record in made if record["fitness"] is None]:
+            if prompt in self._traced:
+                continue
+            self._traced.add(prompt)
+            if (layer := self.first_bad_layer(prompt, None, ("layer", "layer"))) is not None:
+                raise UserError(
+                    f"{when}: {_count(made)}: the model's logits are not finite, without factors too: first {place(layer)}, "
+                    f"at prompt {prompt}; {WAY_OUT}"
+                )
+
+    def check_any(self, when: str, made: Sequence[dict[str, Any]]) -> None:
+        """Raise UserError where no individual's scores are finite."""
+        if made and all(record["fitness"] is None for record in made):
+            way_out = "try --dtype float32, or factors nearer to 1 (--min-factor, --max-factor)"
+            raise UserError(f"{when}: {_count(made)}; {_told(made[0])}; {way_out}")
 
     def of_factors(self, factors: Float[np.ndarray, "P L *units"], granularity: Granularity = "layer") -> list[dict[str, Any]]:
         """Fitness, accuracy and log-likelihood of factors on all examples, scored where that was not done."""
@@ -420,16 +440,14 @@ class Fitness:
 
 def _told(record: dict[str, Any]) -> str:
     """A record without finite scores in words: its factors, and where it goes wrong."""
-    where = record["not_finite"]
-    layer = where["first_layer"]
-    first = {None: "", "embedding": " in the embedding", "logits": " in the logits"}.get(layer, f" in layer {layer}")
-    shown = ""
-    for name in ("factors", "gains"):
-        if name not in record:
-            continue
-        numbers = array_of(record[name]).ravel()
-        shown += f", {name} " + " ".join(f"{number:g}" for number in numbers[:32]) + (" ..." if len(numbers) > 32 else "")
-    return f"individual {record['id']}{shown}: first{first or ' in no layer when alone'}, at prompt {where['prompt']}"
+    where, who = record["not_finite"], f"individual {record['id']}, " if "id" in record else ""
+    numbers = ", ".join(f"{name} {shown(array_of(record[name]))}" for name in ("factors", "gains") if name in record)
+    return f"{who}{numbers}: first {place(where['first_layer'])}, at prompt {where['prompt']}"
+
+
+def _count(records: Sequence[dict[str, Any]]) -> str:
+    bad = sum(record["fitness"] is None for record in records)
+    return f"{bad} of {len(records)} have scores that are not finite"
 
 
 def tie_break_scale(weights: Sequence[float], examples: int) -> float:
@@ -504,7 +522,7 @@ def make_scorer(
     """
     everything, task = [prompt for of_task in prompts for prompt in of_task], tasks[0]
     if settings.fitness == "metric" and task.decided_by != "options":
-        metric, new_tokens = task.metrics[0], settings.max_new_tokens or task.max_new_tokens
+        metric, new_tokens = task.metrics[0], _new_tokens(settings, task)
 
         def score(output: str, prompt: Prompt) -> float:
             return task.score(task_prompts.before_stop(output, task.stop), prompt)[metric]
@@ -526,7 +544,9 @@ def make_scorer(
             individuals=individuals,
         )
 
-    of_algorithm = settings.max_evaluations or settings.population_size * (settings.generations + 1)
+    of_algorithm = settings.max_evaluations
+    if of_algorithm is None:
+        of_algorithm = settings.population_size * (settings.generations + 1)
     individuals = settings.uniform_candidates + (0 if settings.algorithm == "gradient" else of_algorithm)
     placed = model
     kinds = [it.decided_by for it, of_task in zip(tasks, prompts, strict=True) for _ in of_task]
@@ -553,12 +573,16 @@ def fit(
         tokenizer,
         config.max_position_embeddings,
         max_prompt_tokens=task.max_prompt_tokens,
-        new_tokens=(settings.max_new_tokens or task.max_new_tokens) if generates else 0,
+        new_tokens=_new_tokens(settings, task) if generates else 0,
         overlength=settings.overlength,
     )
     if prompts and not fitted.prompts:
         raise UserError("--overlength skip leaves out all questions; use fewer items a prompt")
     return fitted.prompts
+
+
+def _new_tokens(settings: SearchSettings, task: Task) -> int:
+    return task.max_new_tokens if settings.max_new_tokens is None else settings.max_new_tokens
 
 
 def rounded(factors: Float[np.ndarray, "L *units"]) -> list:

@@ -55,6 +55,10 @@ Total = Callable[[Float[Array, ""]], Float[Array, ""]]
 QUARTERS = 4
 
 
+class LossNotFinite(UserError):
+    """A loss is NaN or infinite."""
+
+
 @dataclass(frozen=True)
 class GradientSettings:
     """`minibatch_size` in prompts of a task (about so many where they share: see minibatches.py), `text_minibatch` in windows.
@@ -173,8 +177,8 @@ def descend(
     """From `parameters` to the allowed look with the lowest loss; the start is the first look, and always allowed.
 
     Minibatches are drawn without replacement, in a new order each epoch, from `seed`. With `patience`, as many looks without
-    a new best end it early. `resume` goes on behind a look: what `on_look` got with it. Raises UserError where the loss is not
-    finite.
+    a new best end it early. `resume` goes on behind a look: what `on_look` got with it. Raises LossNotFinite for
+    the loss of a step or of a look.
     """
     coefficients = None if train.shares is None else tuple(share.coefficient for share in train.shares)
     goal = _Goal(apply, project, penalty, settings.weights_in == "loss", coefficients)
@@ -219,7 +223,7 @@ def descend(
                 parameters, moments = jax.tree.map(jnp.asarray, to_host((parameters, moments)))
             seen = look(number, train_loss, parameters, state)
             if not (math.isfinite(seen.train_loss) and math.isfinite(seen.loss)):
-                raise UserError(f"the loss is not finite after {number} steps; lower --learning-rate or narrow the bounds")
+                raise LossNotFinite(f"the loss is not finite after {number} steps; lower --learning-rate or narrow the bounds")
             better = seen.allowed and seen.loss < state.best.loss
             best, since_best = (seen, 0) if better else (state.best, state.looks_since_best + 1)
             state = State(number, parameters, moments, state.first_text_loss, best, since_best, state.first_text_quarters)

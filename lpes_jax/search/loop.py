@@ -16,6 +16,7 @@ from lpes_jax import hosts, process
 from lpes_jax.errors import UserError
 from lpes_jax.evaluation import BASELINE, PLAIN, Candidate, Outcome, default_metrics, evaluate, slots_of
 from lpes_jax.factors import LayerFactors, array_of, write_json
+from lpes_jax.finite import first_bad_layer
 from lpes_jax.json_files import is_number, read_json
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.provenance import content_sha256, environment, prompts_sha256
@@ -24,7 +25,6 @@ from lpes_jax.rope import Granularity
 from lpes_jax.same_model import facts
 from lpes_jax.search.fitness import Fitness, Group, Individuals, fit, groups_of, make_scorer, search_prompts
 from lpes_jax.search.mixture import Mixture
-from lpes_jax.search.non_finite import first_bad_layer
 from lpes_jax.search.plain_text import check_windows
 from lpes_jax.search.run_folder import RunFolder, check_processes
 from lpes_jax.search.settings import SearchSettings, as_record, scaled_layers, search_space
@@ -121,8 +121,10 @@ def search(
     if mixture is not None:
         groups = groups_of(mixture.titles, mixture.weights, searched, prompts, scorer.answer_tokens, settings.weights)
 
-    def trace(prompt: int, row: Individuals, kinds: tuple[Granularity, Granularity]) -> int | str | None:
+    def trace(prompt: int, row: Individuals | None, kinds: tuple[Granularity, Granularity]) -> int | str | None:
         [ids] = token_ids(tokenizer, [everything[prompt].text + (everything[prompt].answers or ("",))[0]])
+        if row is None:
+            return first_bad_layer(model, ids)
         return first_bad_layer(model, ids, row.factors, kinds[0], row.gains, kinds[1])
 
     candidates = sum((_HELD_OUT - (task.plain is None)) * len(of_task) * len(places)
@@ -365,6 +367,10 @@ def _tuned_uniform(settings: SearchSettings, fitness: Fitness, num_layers: int) 
         summaries = fitness.of_factors(np.repeat(block[:, None], num_layers, axis=1).astype(np.float32))
         sweep += [{"factor": float(factor)} | summary for factor, summary in zip(block, summaries, strict=True)]
         best = max(sweep, key=lambda entry: -np.inf if entry["fitness"] is None else entry["fitness"])
+        told = [{"factors": [entry["factor"]]} | entry for entry in sweep]
+        fitness.check_model("tuning one uniform factor", told)
+        if len(sweep) == len(candidates):
+            fitness.check_any("tuning one uniform factor", told)
         scored = fitness.evaluations - before
         record = {"factor": best["factor"], "fitness": best["fitness"], "evaluations": scored, "sweep": sweep}
         if hosts.is_first():

@@ -13,9 +13,10 @@ import numpy as np
 from jaxtyping import Int
 
 from lpes_jax.errors import UserError
-from lpes_jax.models.llama.generate import greedy
+from lpes_jax.finite import not_finite
+from lpes_jax.models.llama.generate import continuation
 from lpes_jax.models.llama.method import of_table
-from lpes_jax.models.llama.model import Llama
+from lpes_jax.models.llama.model import Llama, check_ids
 from lpes_jax.tasks.perplexity import Perplexity, Window
 
 GENERATED_WINDOWS = 64
@@ -29,18 +30,24 @@ def text_windows(
     """At most `most` windows of `length` tokens: evenly over the search part (the first 40 %) of the file `text`.
 
     Without a file at most `GENERATED_WINDOWS` windows that the model writes, sampled from its own distribution behind its first
-    token (BOS, or a random one where the tokenizer has none). Raises UserError for a file that cannot be read or is too short.
+    token (BOS, or a random one where the tokenizer has none). Raises UserError for a file that cannot be read or is too short,
+    for ids that the model does not have, and where the logits that text is drawn from are not finite.
     """
     length = min(length, model.config.max_position_embeddings)
+    if length < 2:
+        raise UserError(f"--text-window must be at least 2 tokens, got {length}")
     if text is not None:
         windows = _of_file(text, tokenizer, length)
         chosen = np.linspace(0, len(windows) - 1, min(len(windows), most)).astype(int)
-        return np.array([windows[at].ids for at in chosen], np.int32)
+        ids = np.array([windows[at].ids for at in chosen], np.int32)
+        check_ids(model, ids)
+        return ids
     count = min(GENERATED_WINDOWS, most)
     first = jax.random.randint(jax.random.key(seed), (count, 1), 0, min(len(tokenizer), model.config.vocab_size))
     if (bos := getattr(tokenizer, "bos_token_id", None)) is not None:
         first = jnp.full_like(first, bos)
-    written = greedy(
+    check_ids(model, np.asarray(first))
+    written, finite = continuation(
         model,
         first.astype(jnp.int32),
         jnp.ones(len(first), jnp.int32),
@@ -49,7 +56,10 @@ def text_windows(
         length - 1,
         jax.random.fold_in(jax.random.key(seed), 1),
     )
-    return np.asarray(jnp.concatenate([first.astype(jnp.int32), written], axis=1))
+    windows = np.asarray(jnp.concatenate([first.astype(jnp.int32), written], axis=1))
+    if not (well := np.asarray(finite)).all():
+        raise not_finite(model, windows[~well].tolist())
+    return windows
 
 
 def split_windows(
@@ -75,6 +85,7 @@ def split_windows(
             kept, rest = written[first:, :length], written[:first, :length]
         else:
             rest, kept, border = _around(text, tokenizer, length, kept_share, border)
+            check_ids(model, np.concatenate([rest, kept]))
         if not len(rest) or not len(kept):
             which = "" if len(several) == 1 else f" in windows of {length} tokens"
             raise UserError(f"--text is too short to hold a part back{which}; give more of it")

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from lpes_jax.errors import UserError
-from lpes_jax.factors import LayerFactors
+from lpes_jax.factors import LEAST, MOST, LayerFactors
 from lpes_jax.limits import check_bounds, check_individuals
 from lpes_jax.models.llama.chat import PromptForm, check_chat
 from lpes_jax.models.llama.config import LlamaConfig
@@ -325,7 +325,7 @@ def scaled_layers(settings: SearchSettings, num_layers: int) -> range:
     match = re.fullmatch(r"(\d*):(\d*)", settings.layers.strip())
     if match is None:
         raise UserError(f"--layers {settings.layers!r} is no slice; give FIRST:END, say 2: for all but the first two")
-    first, end = int(match[1] or 0), int(match[2] or num_layers)
+    first, end = int(match[1] or 0), int(match[2]) if match[2] else num_layers
     if not 0 <= first < end <= num_layers:
         raise UserError(f"--layers {settings.layers!r}: the model has layers 0 to {num_layers - 1}, END is not included")
     return range(first, end)
@@ -348,8 +348,13 @@ def search_space(settings: SearchSettings, config: LlamaConfig, layers: range) -
         raise UserError(
             f"--initial-gain {s.initial_gain} must lie from --min-gain {s.min_gain} ({above}) to --max-gain {s.max_gain}"
         )
+    for name in ("min_factor", "max_factor"):
+        if not LEAST <= (value := getattr(s, name)) <= MOST and not (standing and value == 0):
+            raise UserError(
+                f"--{name.replace('_', '-')} must be from {LEAST:g} to {MOST:g}, which float32 can divide by; got {value}"
+            )
     half, granularity, units = config.rotary_dim // 2, s.granularity, ()
-    bands = s.bands or half
+    bands = half if s.bands == 0 else s.bands  # 0 means one for each frequency
     if "band" in granularity and (bands < 1 or half % bands):
         raise UserError(f"--bands {s.bands} must divide the {half} frequencies of a head")
     if "group" in granularity:

@@ -47,6 +47,9 @@ def make_task(name: str, **settings: Any) -> Any:
     if unknown:
         flags = ", ".join(_flag(setting) for setting in known)
         raise UserError(f"{_flag(unknown[0])} is no setting of --task {name}; it has: {flags}")
+    for count in ("max_prompt_tokens", "max_new_tokens"):
+        if (value := settings.get(count)) is not None and value < 1:
+            raise UserError(f"{_flag(count)} must be at least 1, got {value}")
     if name == "kv" and "num_pairs" not in settings:
         raise UserError("--task kv needs --num-pairs")
     if isinstance(settings.get("data"), str):

@@ -64,10 +64,12 @@ class Perplexity:
         begin = [bos] if bos is not None and ids[:1] == [bos] else []
         ids, border = ids[len(begin) :], int(0.4 * (len(ids) - len(begin)))
         ids = {"search": ids[:border], "test": ids[border:], "all": ids}[split]
-        found = slide(ids, self.window, self.stride or self.window, begin)
-        if len(found) < (1 if count is None else count):
+        found = slide(ids, self.window, self.window if self.stride is None else self.stride, begin)
+        if count is not None and count < 1:
+            raise UserError(f"--limit must be at least 1, got {count}")
+        if len(found) < (least := 1 if count is None else count):
             raise UserError(
-                f"--data {self.data}: {count or 1} windows of {self.window} tokens asked for, its {split!r} part has "
+                f"--data {self.data}: {least} windows of {self.window} tokens asked for, its {split!r} part has "
                 f"{len(found)} ({len(ids)} tokens); use a shorter --window or a lower --limit"
             )
         return found[:count]
@@ -84,10 +86,15 @@ def slide(ids: Sequence[int], window: int, stride: int, begin: Sequence[int] = (
     ]
 
 
-def perplexity(windows: Sequence[Window], nlls: Sequence[np.ndarray]) -> float:
-    """exp of the mean over all scored tokens."""
+def mean_nll(windows: Sequence[Window], nlls: Sequence[np.ndarray]) -> float:
+    """The mean of -log p over all scored tokens, in nats a token."""
     scored = np.concatenate([np.asarray(nll, np.float64)[window.scored :] for window, nll in zip(windows, nlls, strict=True)])
-    return math.exp(float(scored.mean()))
+    return float(scored.mean())
+
+
+def perplexity(windows: Sequence[Window], nlls: Sequence[np.ndarray]) -> float:
+    """exp of the mean over all scored tokens; infinite where that is more than a float holds."""
+    return _exp(mean_nll(windows, nlls))
 
 
 def perplexity_by_position(windows: Sequence[Window], nlls: Sequence[np.ndarray], num_bins: int = 8) -> list[tuple[int, float]]:
@@ -97,4 +104,11 @@ def perplexity_by_position(windows: Sequence[Window], nlls: Sequence[np.ndarray]
     at = np.concatenate([np.arange(window.scored, len(window.ids)) for window in windows])
     nll = np.concatenate([np.asarray(nll, np.float64)[window.scored :] for window, nll in zip(windows, nlls, strict=True)])
     bins = at // width
-    return [(int(b) * width, math.exp(float(nll[bins == b].mean()))) for b in np.unique(bins)]
+    return [(int(b) * width, _exp(float(nll[bins == b].mean()))) for b in np.unique(bins)]
+
+
+def _exp(value: float) -> float:
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf

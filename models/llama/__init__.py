@@ -16,6 +16,8 @@ from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.model import Llama
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import transformers
     from jax.sharding import Mesh
 
@@ -36,19 +38,15 @@ class Loaded:
 
 
 def load(name_or_path: str, dtype: str = "auto", mesh: "Mesh | None" = None) -> Loaded:
-    """All that a verb needs of a model. dtype auto: bfloat16 on a GPU, float32 on a CPU. The rest is as in `load_model`."""
-    import jax
-
-    from lpes_jax.models.llama.checkpoint import load_llama, open_checkpoint
-    from lpes_jax.models.llama.tokenizer import load_tokenizer, stop_ids
+    """All that a verb needs of a model, as `load_model` and `load_tokenizer` give it."""
+    from lpes_jax.models.llama.checkpoint import checked_dtype, load_llama, open_checkpoint
     from lpes_jax.models.zoo import resolve
 
-    if dtype == "auto":
-        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    dtype = checked_dtype(dtype).name
     path = resolve(name_or_path)
     checkpoint = open_checkpoint(path)
     sha256 = _beside(checkpoint.sha256)  # ten seconds and more for 13 GB
-    tokenizer = load_tokenizer(path)
+    tokenizer = _tokenizer(path)
     model = load_llama(checkpoint, dtype, mesh)
     identity = {
         "name": name_or_path,
@@ -56,7 +54,7 @@ def load(name_or_path: str, dtype: str = "auto", mesh: "Mesh | None" = None) -> 
         "sha256": sha256.result(),
         "dtype": dtype,
     }
-    return Loaded(model, tokenizer, identity, stop_ids(path, tokenizer))
+    return Loaded(model, tokenizer, identity, tokenizer.stop_ids)
 
 
 def _beside(function: Callable[[], str]) -> "Future[str]":
@@ -73,21 +71,33 @@ def _beside(function: Callable[[], str]) -> "Future[str]":
     return future
 
 
-def load_model(name_or_path: str, dtype: str = "bfloat16", mesh: "Mesh | None" = None) -> Llama:
-    """The model, with its weights in `dtype` (bfloat16, float16 or float32), on the default device or a mesh (lpes_jax.mesh).
+def load_model(name_or_path: str, dtype: str = "auto", mesh: "Mesh | None" = None) -> Llama:
+    """The model, with its weights in `dtype`, on the default device or a mesh (lpes_jax.mesh).
 
-    Raises UserError where there is no such model, or where it cannot be split over the mesh.
+    dtype: bfloat16, float16, float32, or as the verbs' auto: bfloat16 on a GPU, float32 on a CPU. Raises UserError for another
+    dtype, where there is no such model, and where it cannot be split over the mesh.
     """
     # Imported here, like the tokenizer's: what only builds a `Llama` needs none of the readers.
-    from lpes_jax.models.llama.checkpoint import load_llama, open_checkpoint
+    from lpes_jax.models.llama.checkpoint import checked_dtype, load_llama, open_checkpoint
     from lpes_jax.models.zoo import resolve
 
+    dtype = checked_dtype(dtype).name
     return load_llama(open_checkpoint(resolve(name_or_path)), dtype, mesh)
 
 
 def load_tokenizer(name_or_path: str) -> "transformers.PreTrainedTokenizerFast":
-    """The tokenizer that belongs to the model. Raises UserError where it has none."""
-    from lpes_jax.models.llama.tokenizer import load_tokenizer
+    """The tokenizer that belongs to the model. Its `stop_ids` are what ends a text, by all of the model's files.
+
+    Raises UserError where the model has no tokenizer, or one that is not understood.
+    """
     from lpes_jax.models.zoo import resolve
 
-    return load_tokenizer(resolve(name_or_path))
+    return _tokenizer(resolve(name_or_path))
+
+
+def _tokenizer(path: "Path") -> Any:
+    from lpes_jax.models.llama.tokenizer import load_tokenizer, stop_ids
+
+    tokenizer: Any = load_tokenizer(path)
+    tokenizer.stop_ids = stop_ids(path, tokenizer)
+    return tokenizer

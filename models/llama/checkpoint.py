@@ -211,17 +211,12 @@ class GgufCheckpoint(Checkpoint):
 
 
 def load_llama(checkpoint: Checkpoint, dtype: DTypeLike, mesh: Mesh | None = None) -> Llama:
-    """The model on the default device or a mesh (`lpes_jax.mesh`), its weights in `dtype` (bfloat16, float16 or float32).
+    """The model on the default device or a mesh (`lpes_jax.mesh`), its weights in `dtype` (see `checked_dtype`).
 
     On a mesh every leaf goes straight to its shards: no device holds more than its part of the model. Raises UserError that
     lists every tensor that is missing, unknown or of another shape, and where the model cannot be split over the mesh.
     """
-    try:
-        dtype = jnp.dtype(dtype)
-    except TypeError:
-        dtype = np.dtype("void")
-    if dtype.name not in DTYPES:
-        raise UserError(f"dtype {dtype.name!r} is not supported; supported: {', '.join(DTYPES)}")
+    dtype = checked_dtype(dtype)
     layers, found = checkpoint.config.num_layers, len(checkpoint.names())
     if layers > found:  # before anything loops over the layers that a damaged config may name
         raise UserError(f"{checkpoint.path}: the config says {layers:,} layers, but the files hold only {found:,} tensors")
@@ -238,6 +233,20 @@ def load_llama(checkpoint: Checkpoint, dtype: DTypeLike, mesh: Mesh | None = Non
         graphdef, leaves = _leaves(replace(checkpoint.config, tie_word_embeddings=False), dtype)
     loaded = [(path, leaf.replace(_read_leaf(checkpoint, path, leaf.shape, dtype, mesh))) for path, leaf in leaves]
     return nnx.merge(graphdef, nnx.from_flat_state(loaded))
+
+
+def checked_dtype(dtype: DTypeLike) -> np.dtype:
+    """A dtype of weights; `auto` is bfloat16 on a GPU and float32 on a CPU. Raises UserError for one that is not supported."""
+    if isinstance(dtype, str) and dtype == "auto":
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or found.name not in DTYPES:
+        given = repr(dtype) if found is None else repr(found.name)
+        raise UserError(f"dtype {given:.40} is not supported; supported: {', '.join(DTYPES)} and auto")
+    return found
 
 
 def save_llama(model: Llama, folder: Path) -> None:

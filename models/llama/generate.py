@@ -8,7 +8,7 @@ Letters: B batch, T prompt tokens, N new tokens, S = T + N cache entries, n tabl
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,13 @@ from lpes_jax.models.llama.model import (
 from lpes_jax.rope import RopeTable, apply_gains
 
 
+class Continuation(NamedTuple):
+    """New tokens of each prompt, and whether every logit that one was chosen by was finite."""
+
+    tokens: Int[Array, "B N"]
+    finite: Bool[Array, "B"]
+
+
 def greedy(
     model: Llama,
     tokens: Int[Array, "B T"],
@@ -43,6 +50,19 @@ def greedy(
     max_new_tokens: int,
     key: jax.Array | None = None,
 ) -> Int[Array, "B N"]:
+    """The tokens of `continuation`."""
+    return continuation(model, tokens, lengths, method, stop, max_new_tokens, key).tokens
+
+
+def continuation(
+    model: Llama,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+    method: Method,
+    stop: Int[Array, "stops"],
+    max_new_tokens: int,
+    key: jax.Array | None = None,
+) -> Continuation:
     """The argmax continuation of each prompt; what follows the first id of `stop` in a row is filled with that id.
 
     With a `key`, tokens are drawn from the model's distribution instead (temperature 1). Of a model on a mesh, rows that divide
@@ -69,10 +89,10 @@ def _greedy_on_mesh(
     key: jax.Array | None,
     mesh: Mesh,
     rows: PartitionSpec,
-) -> Int[Array, "B N"]:
+) -> Continuation:
     def of_place(
         model: Llama, tokens: Array, lengths: Array, method: Method, stop: Array, key: jax.Array | None
-    ) -> Int[Array, "B N"]:
+    ) -> Continuation:
         return _greedy(model, tokens, lengths, method, stop, max_new_tokens, key)
 
     specs = EVERYWHERE, rows, rows, EVERYWHERE, EVERYWHERE, EVERYWHERE
@@ -88,13 +108,14 @@ def _greedy(
     stop: Int[Array, "stops"],
     max_new_tokens: int,
     key: jax.Array | None = None,
-) -> Int[Array, "B N"]:
+) -> Continuation:
     batch, length = tokens.shape
     begin = partial(_begin, model, tokens, lengths, method.replacement)
     last, keys, values, known = over_tables(begin, method.tables)
     room = [(0, 0), (0, 0), (0, 0), (0, max_new_tokens), (0, 0), (0, 0)]
     keys, values = jnp.pad(keys, room), jnp.pad(values, room)
-    first = _chosen(method_logits(model, last, method)[:, 0], key, 0).astype(tokens.dtype)
+    first, finite = _chosen(method_logits(model, last, method)[:, 0], key, 0)
+    first = first.astype(tokens.dtype)
     new = jnp.zeros((batch, max_new_tokens), tokens.dtype).at[:, 0].set(first)
     windows = jnp.asarray(model.config.windows(length + max_new_tokens))
 
@@ -102,23 +123,23 @@ def _greedy(
         return (token[:, None] == stop[None, :]).any(axis=-1)
 
     def going_on(state: tuple) -> Bool[Array, ""]:
-        step, _, done, _, _ = state
+        step, _, done, _, _, _ = state
         return (step < max_new_tokens) & ~done.all()
 
     def one_token(state: tuple) -> tuple:
-        step, new, done, keys, values = state
+        step, new, done, finite, keys, values = state
         token = new[:, step - 1]
         at = lengths + step - 1  # the position of `token`, a row its own
         go_on = partial(_go_on, model, token, at, windows, method.replacement)
         hidden, keys, values = over_tables(go_on, method.tables, keys, values, known)
-        following = _chosen(method_logits(model, hidden, method)[:, 0], key, step).astype(tokens.dtype)
-        following = jnp.where(done, token, following)
-        return step + 1, new.at[:, step].set(following), done | stopped(following), keys, values
+        following, well = _chosen(method_logits(model, hidden, method)[:, 0], key, step)
+        following = jnp.where(done, token, following.astype(tokens.dtype))
+        return step + 1, new.at[:, step].set(following), done | stopped(following), finite & (done | well), keys, values
 
-    state = (jnp.int32(1), new, stopped(first), keys, values)
-    steps, new, _, _, _ = jax.lax.while_loop(going_on, one_token, state)
+    state = (jnp.int32(1), new, stopped(first), finite, keys, values)
+    steps, new, _, finite, _, _ = jax.lax.while_loop(going_on, one_token, state)
     after = jnp.arange(max_new_tokens)[None, :] >= steps  # never computed: every row had stopped
-    return jnp.where(after, jnp.take(new, steps - 1, axis=1)[:, None], new)
+    return Continuation(jnp.where(after, jnp.take(new, steps - 1, axis=1)[:, None], new), finite)
 
 
 def _begin(
@@ -164,7 +185,12 @@ def _go_on(
     return rms_norm(x, model.norm[...], model.config.rms_norm_eps), keys, values
 
 
-def _chosen(logits: Float[Array, "B V"], key: jax.Array | None, step: Int[Array, ""] | int) -> Int[Array, "B"]:
+def _chosen(
+    logits: Float[Array, "B V"], key: jax.Array | None, step: Int[Array, ""] | int
+) -> tuple[Int[Array, "B"], Bool[Array, "B"]]:
+    """The next token of each row, and whether its logit is finite: one NaN or inf among the logits is always the one chosen."""
     if key is None:
-        return jnp.argmax(logits, axis=-1)
-    return jax.random.categorical(jax.random.fold_in(key, step), logits, axis=-1)
+        chosen = jnp.argmax(logits, axis=-1)
+    else:
+        chosen = jax.random.categorical(jax.random.fold_in(key, step), logits, axis=-1)
+    return chosen, jnp.isfinite(jnp.take_along_axis(logits, chosen[:, None], axis=-1)[:, 0])

@@ -280,13 +280,22 @@ def method_logits(model: Llama, hidden: Float[Array, "n *any E"], method: Method
     return logits[0] if method.merge is None else method.merge(logits)
 
 
-def check_ids(model: Llama, sequences: Sequence[Sequence[int]]) -> None:
-    """Raise UserError for ids that the model does not have."""
+def check_ids(
+    model: Llama, sequences: Sequence[Sequence[int]] | Int[np.ndarray, "..."], giver: str = "the tokenizer gives"
+) -> None:
+    """Raise UserError for ids that the model does not have, and for a text without any; `giver` says where they come from."""
     # Looking up a row that is not there gives another one, without an error.
-    highest = max(map(max, sequences))
-    if highest >= model.config.vocab_size:
+    rows = model.config.vocab_size
+    if not len(sequences) or not all(map(len, sequences)):
+        raise UserError("there is a text without tokens, which nothing follows; give each at least one")
+    if isinstance(sequences, np.ndarray):
+        lowest, highest = int(sequences.min()), int(sequences.max())
+    else:
+        lowest, highest = min(map(min, sequences)), max(map(max, sequences))
+    if lowest < 0 or highest >= rows:
+        wrong = lowest if lowest < 0 else highest
         raise UserError(
-            f"the tokenizer gives the id {highest}, but the model's embedding has {model.config.vocab_size} rows; "
+            f"{giver} the id {wrong}, but the model's embedding has {rows} rows, 0 to {rows - 1}; "
             "is it the tokenizer of this model?"
         )
 

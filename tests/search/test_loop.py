@@ -14,13 +14,13 @@ from transformers import PreTrainedTokenizerFast
 
 from lpes_jax.errors import UserError
 from lpes_jax.factors import read_json
+from lpes_jax.finite import first_bad_layer
 from lpes_jax.models.llama import Llama, LlamaConfig
 from lpes_jax.scoring import Scorer, Scores
 from lpes_jax.search import loop
 from lpes_jax.search.fitness import make_scorer, tie_break_scale
 from lpes_jax.search.genetic import GeneticSettings, PaperGA
 from lpes_jax.search.loop import search
-from lpes_jax.search.non_finite import first_bad_layer
 from lpes_jax.search.run_folder import RunFolder
 from lpes_jax.search.settings import SearchSettings, genetic_settings, preset, scaled_layers, search_space
 from lpes_jax.tasks.flags import task_of
