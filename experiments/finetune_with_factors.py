@@ -23,6 +23,7 @@ from grid import run_script
 
 import lpes_jax as lj
 from lpes_jax.rope import Granularity
+from lpes_jax.same_model import facts
 from lpes_jax.tasks.key_value import KeyValue
 
 RANK, LOWEST = 4, 0.1
@@ -116,7 +117,8 @@ def main(s: Settings) -> None:
     s.output_path.mkdir(parents=True, exist_ok=True)
     if s.train == "factors":
         factors = np.asarray(trained["factors"], np.float64).round(4)
-        lj.LayerFactors(factors, found.granularity).save(s.output_path / "factors.json")
+        record = {"model": {"name": s.model} | facts(config, tokenizer), "rope": config.rope.to_hf()}
+        lj.LayerFactors(factors, found.granularity, **record).save(s.output_path / "factors.json")
     else:
         np.savez(s.output_path / "adapter.npz", down=trained["down"], up=trained["up"])
 

@@ -1,4 +1,4 @@
-"""Questions whose score says nothing: counted in results.json, left out with --drop-leaky; golds of every output are refused."""
+"""Questions whose score says nothing are counted, and left out with --drop-leaky; golds that any output has are refused."""
 
 import json
 from collections import Counter
@@ -257,7 +257,7 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = []
     for number in range(10):
         answers = ["*"] if number % 5 == 3 else [f"x{number:02d}"]
-        rows.append(mdqa(f"q{number}", answers, f"see x{number:02d}" if number % 5 == 0 else "n"))
+        rows.append(mdqa(f"rq{number}", answers, f"see x{number:02d}" if number % 5 == 0 else "n"))
     return write(tmp_path_factory.mktemp("questions") / "mdqa.jsonl", *rows)
 
 
