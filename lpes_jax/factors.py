@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from lpes_jax.errors import UserError
-from lpes_jax.json_files import is_number, kind_of, read_json
+from lpes_jax.json_files import is_array, kind_of, read_json
 from lpes_jax.rope import GRANULARITIES, Granularity
 
 FORMAT, APPLIES_TO = "lpes-factors/2", "position / factor"
@@ -196,12 +196,14 @@ def _check_described(record: dict[str, Any], path: Path) -> None:
     points, layers = curve.get("control_points"), curve.get("layers")
     if not isinstance(curve.get("type", ""), str):
         raise UserError(f"{path}: the curve's type must be a string, got {kind_of(curve['type'])}")
-    if points is not None and not (isinstance(points, list) and _are_numbers(points)):
+    if points is not None and not is_array(points):
         raise UserError(f"{path}: control_points of the curve must be lists of finite numbers, got {points!r:.60}")
-    if layers is not None and not (isinstance(layers, list) and len(layers) == 2 and _are_numbers(layers)):
+    if layers is not None and not (is_array(layers) and len(layers) == 2 and all(isinstance(it, int) for it in layers)):
         raise UserError(f"{path}: layers of the curve must be the first and the last one, got {layers!r:.60}")
-    for name in ("factors", "gains") if record["format"] == FORMAT else ("factors",):
-        if not _are_numbers(record.get(name, []), finite=False):
+    new = record["format"] == FORMAT
+    for name in ("factors", "gains") if new else ("factors",):
+        numbers = _each(lambda number: 1.0 if number is None and new else number, record.get(name))
+        if isinstance(numbers, list) and not is_array(numbers, finite=False):
             raise UserError(f"{path}: {name} must be numbers, the same count in every layer")
     try:
         json.dumps({name: value for name, value in record.items() if name not in ("factors", "gains")}, allow_nan=False)
@@ -209,13 +211,6 @@ def _check_described(record: dict[str, Any], path: Path) -> None:
         raise UserError(
             f"{path}: holds NaN or an infinity, which are no numbers in JSON; give the file that a search wrote"
         ) from error
-
-
-def _are_numbers(value: Any, *, finite: bool = True) -> bool:
-    """Numbers, in lists or lists of lists."""
-    if isinstance(value, list):
-        return all(_are_numbers(inner, finite=finite) for inner in value)
-    return is_number(value) or (not finite and isinstance(value, float | None))
 
 
 def json_of(factors: np.ndarray) -> list:

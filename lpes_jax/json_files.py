@@ -83,6 +83,20 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def is_array(value: Any, *, finite: bool = True) -> bool:
+    """A list of numbers, or of such lists that are all alike. `finite=False`: also NaN and infinities."""
+    if not isinstance(value, list):
+        return False
+    if not any(isinstance(inner, list) for inner in value):
+        return all(is_number(number) or (not finite and isinstance(number, float)) for number in value)
+    shapes = {_shape(inner) for inner in value if is_array(inner, finite=finite)}
+    return len(shapes) == 1 and all(is_array(inner, finite=finite) for inner in value)
+
+
+def _shape(array: list[Any]) -> tuple[int, ...]:
+    return (len(array), *(_shape(array[0]) if array and isinstance(array[0], list) else ()))
+
+
 def _integer(digits: str) -> int:
     if len(digits) > MOST_DIGITS:
         raise ValueError(f"an integer of {len(digits):,} digits")

@@ -31,7 +31,7 @@ import numpy as np
 from lpes_jax import hosts, output
 from lpes_jax.errors import UserError
 from lpes_jax.factors import LayerFactors, write_json
-from lpes_jax.json_files import is_number, parse_json, read_json
+from lpes_jax.json_files import is_array, is_number, parse_json, read_json
 from lpes_jax.provenance import PLACES, check_resumed, flag_of, flat
 
 try:
@@ -253,19 +253,19 @@ def _by_position(value: Any) -> bool:
 
 
 def _numbers(value: Any) -> bool:
-    return isinstance(value, list) and all(_numbers(inner) if isinstance(inner, list) else is_number(inner) for inner in value)
+    return isinstance(value, list) and bool(value) and all(map(is_number, value))
 
 
 _RIGHT: dict[str, Callable[[Any], bool]] = {
     "fitness": lambda value: value is None or is_number(value),
-    "factors": lambda value: _numbers(value) and bool(value),
+    "factors": lambda value: is_array(value) and bool(value),
     "cached": lambda value: isinstance(value, bool),
     "accuracy": lambda value: _by_position(value) and None not in value.values(),
     "log_likelihood": _by_position,
     "values": lambda value: isinstance(value, str),
     "raced": lambda value: is_number(value) and 0 < value <= 1,
-    "accuracies": lambda value: _numbers(value) and bool(value),
-    "task_losses": lambda value: _numbers(value) and bool(value),
+    "accuracies": _numbers,
+    "task_losses": _numbers,
     "seconds": lambda value: is_number(value) and value >= 0,
     "step": is_number,
     "generation": is_number,
