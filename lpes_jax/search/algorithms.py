@@ -101,36 +101,38 @@ class Strategy:
         _, self.low, self.high = first
         start = [first[0].ravel()]
         start += [self.low + (g - low) / (high - low) * (self.high - self.low) for g, low, high in others for g in [g.ravel()]]
-        genes = np.concatenate(start).astype(np.float32)
+        genes = np.concatenate(start)
         self.strategy = strategy(settings.algorithm, genes, self.low, self.high, settings.population_size)
-        self._individuals = jax.jit(jax.vmap(lambda genes: space.individual(self._numbers(genes))))
+        x = space.x.astype(np.float32)
+        self._individuals = jax.jit(jax.vmap(lambda columns: space.individual(space.start._replace(x=x, **columns))))
 
-    def _numbers(self, genes: Float[Array | np.ndarray, "N"]) -> Numbers:
-        """The control points that genes stand for."""
-        space, columns = self.space, {}
+    def _columns(self, genes: Float[np.ndarray, "P N"]) -> dict[str, Float[np.ndarray, "P C *units"]]:
+        """What is learnt of the control points that genes stand for."""
+        columns = {}
         for at, (name, (start, low, high)) in enumerate(self.space.learnt.items()):
-            column = genes[at * start.size : (at + 1) * start.size].reshape(start.shape)
-            if at:
-                column = low + (column - self.low) / (self.high - self.low) * (high - low)
-            columns[name] = column
-        return space.start._replace(x=space.x.astype(np.float32), **columns)
+            column = genes[:, at * start.size : (at + 1) * start.size].reshape(-1, *start.shape)
+            columns[name] = low + (column - self.low) / (self.high - self.low) * (high - low) if at else column
+        return columns
 
     def run(self, model: Llama, tokenizer: Tokenizer, prompts: Sequence[Sequence[Prompt]], fitness: Fitness) -> None:
         fitness.settings = self.settings
         generations = math.ceil(self.individuals / self.settings.population_size)
 
         def score(generation: int, genes: Float[np.ndarray, "P N"]) -> Float[np.ndarray, "P"]:
-            first = len(fitness.records)
+            first, columns = len(fitness.records), self._columns(genes.astype(np.float64))
             drafts = [
                 {
                     "id": first + i,
                     "generation": generation,
                     "operator": self.settings.algorithm,
-                    "control_points": _recorded(self.space, self._numbers(row)._replace(x=self.space.x)),
+                    "control_points": _recorded(
+                        self.space, self.space.start._replace(**{name: column[i] for name, column in columns.items()})
+                    ),
                 }
-                for i, row in enumerate(genes.astype(np.float64))
+                for i in range(len(genes))
             ]
-            individuals = Individuals.of(*self._individuals(jnp.asarray(genes, jnp.float32)))
+            in_float32 = {name: jnp.asarray(column, jnp.float32) for name, column in columns.items()}
+            individuals = Individuals.of(*self._individuals(in_float32))
             if self.settings.algorithm == RANDOM:
                 rivals, keep = ([fitness.best["id"]] if first else []), 1
             else:

@@ -354,8 +354,9 @@ def search_space(settings: SearchSettings, config: LlamaConfig, layers: range) -
 def genetic_settings(settings: SearchSettings, space: Space) -> GeneticSettings:
     """The GA's part. A free or shared curve is one control point a layer or dimension, whose x never moves."""
     if space.y.ndim > 1:
+        what = "gain" if space.learn == "gains" else "factor"
         raise UserError(
-            f"--algorithm ga moves one number a layer, not --granularity {space.granularity}; "
+            f"--algorithm ga moves one {what} a layer, not --granularity {space.granularity}; "
             "use --algorithm gradient or one of evosax's (cma_es, ...)"
         )
     pinned = settings.curve in ("free", "shared")
