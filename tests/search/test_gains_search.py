@@ -224,8 +224,8 @@ def test_the_genetic_algorithm_moves_factors_and_gains_over_one_x(tiny_config):
         np.testing.assert_allclose(points[..., 1:] * 20, np.round(points[..., 1:] * 20), atol=1e-9)  # lattices of 0.05
         state, _ = ga.tell(jax.random.key(20 + step), genes, jnp.asarray(points[:, :, 2].sum(axis=1)), state, params)
     assert points[:, :, 2].mean() < 0.75  # what it was told to lower
-    sizes = GeneticSettings(8, 3, min_factor=0.5, max_factor=1.0, y_step=0.5, max_change_y=0.5, initial_factor=1.0, learn="both", min_gain=0.5,
-                            max_gain=1.5).search_space()  # fmt: skip
+    steps = {"y_step": 0.5, "max_change_y": 0.5, "min_gain": 0.5, "max_gain": 1.5}
+    sizes = GeneticSettings(8, 3, min_factor=0.5, max_factor=1.0, initial_factor=1.0, learn="both", **steps).search_space()
     assert sizes == {"paper": (8 * 2 * 3) ** 3, "valid": 56 * 6**3, "brute_force": 6**8}
 
 
@@ -240,8 +240,8 @@ def test_the_genetic_algorithm_moves_factors_and_gains_over_one_x(tiny_config):
         ({"parameter": "log", "algorithm": "gradient", "box": "sigmoid"}, "--parameter log and --box sigmoid are two scales"),
         ({"learn": "gains", "min_gain": 0.21, "control_points": 3}, "--max-gain 4.0 is not on the lattice 0.21"),
         (
-            {"learn": "gains", "granularity": "layer_band", "bands": 2},
-            "ga moves one number a layer, not --granularity layer_band",
+            {"learn": "gains", "granularity": "layer_band", "bands": 2, "curve": "free"},
+            "ga moves one gain a layer, not --granularity layer_band",
         ),
     ],
 )
