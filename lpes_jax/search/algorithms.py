@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from lpes_jax.errors import UserError
+from lpes_jax.factors import array_of
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.prefixes import families
 from lpes_jax.rope import RopeTable
@@ -152,6 +153,7 @@ class Gradient:
         self.settings, self.space = settings, space
         self.sizes: dict[str, float] = {}
         self.gradient = gradient_settings(settings)
+        self.pruned_at = settings.steps // 2 if settings.prune else 0
         self.parameters, self.project, self.values = box_parameters(settings, space)
 
     def run(self, model: Llama, tokenizer: Tokenizer, prompts: Sequence[Sequence[Prompt]], fitness: Fitness) -> None:
@@ -178,12 +180,14 @@ class Gradient:
         def on_look(look: Look, state: State) -> None:
             numbers = Numbers(*(np.asarray(value, np.float64) for value in self.values(look.parameters)))
             found = Individuals.of(*self.space.individual(Numbers(*(value.astype(np.float32) for value in numbers))))
+            good = look.allowed and math.isfinite(look.loss)
+            candidate = good and not (self.pruned_at and 0 < look.step < self.pruned_at)  # which hold numbers yet to go
             record = {
                 "id": len(fitness.records),
                 "step": look.step,
                 "control_points": _recorded(self.space, numbers),
                 **found.record,
-                "fitness": -look.loss if look.allowed and math.isfinite(look.loss) else None,
+                "fitness": -look.loss if candidate else None,
                 "task_losses": look.task_losses,
                 "accuracies": look.accuracies,
                 "text_loss": None if math.isnan(look.text_loss) else look.text_loss,
@@ -213,6 +217,11 @@ class Gradient:
             resume=resume,
             on_look=on_look,
         )
+        if self.pruned_at:
+            numbers = [array_of(fitness.best[name]) for name in ("factors", "gains") if name in fitness.best]
+            rows = len(space.layers) if space.curve == "shared" else 1  # that are one
+            self.sizes["numbers"] = sum(start.size for start, _, _ in space.learnt.values())
+            self.sizes["numbers_not_1"] = sum(int((values != 1).sum()) for values in numbers) // rows
 
     def _data(
         self, model: Llama, tokenizer: Tokenizer, prompts: Sequence[Sequence[Prompt]], fitness: Fitness
@@ -271,6 +280,9 @@ def box_parameters(settings: SearchSettings, space: Space) -> tuple[Parameters, 
 
     `clip`: y (and g) itself, clipped after each step, or with `--parameter log` its logarithm. `sigmoid`: u with y = low +
     (high - low) sigmoid(u), which never leaves the box. x, where it moves, is in units of the last layer.
+
+    `--prune` is a proximal step beside Adam's: |log y| (|y - 1| of a multiplier) falls by a share of the learning rate in the
+    first half of the steps. The count of steps, and which numbers stay, are among the parameters and have no gradient.
     """
     last, in_log = max(len(space.layers) - 1.0, 1.0), settings.parameter == "log"
     parameters = {}
@@ -284,12 +296,29 @@ def box_parameters(settings: SearchSettings, space: Space) -> tuple[Parameters, 
         if settings.curve not in ("bezier", "linear"):
             raise UserError(f"--move-x: --curve {settings.curve} has no x to move; use bezier or linear")
         parameters["x"] = jnp.asarray(space.x / last, jnp.float32)
+    if settings.prune:
+        parameters |= {"step": jnp.zeros(())} | {f"stays_{name}": jnp.ones(parameters[name].shape) for name in space.learnt}
+
+    def pruned(moved: Parameters, name: str) -> Parameters:
+        """The parameters behind a step, one column of them nearer to 1 or pruned."""
+        half, step = settings.steps // 2, moved["step"]
+        value, of_one = moved[name], 0.0 if in_log else 1.0
+        in_log_here = not in_log and settings.parameter == "factor"
+        distance = jnp.log(value) if in_log_here else value - of_one
+        nearer = jnp.sign(distance) * jnp.maximum(jnp.abs(distance) - settings.prune * settings.learning_rate, 0)
+        stays = jnp.where(step == half, jnp.abs(nearer) > settings.learning_rate, moved[f"stays_{name}"])
+        value = jnp.where(step <= half, jnp.exp(nearer) if in_log_here else of_one + nearer, value)
+        return moved | {name: jnp.where(stays > 0, value, of_one), f"stays_{name}": stays.astype(value.dtype)}
 
     def project(parameters: Parameters) -> Parameters:
         moved = dict(parameters)
         for name, (_, low, high) in space.learnt.items():
             if settings.box == "clip":
                 moved[name] = jnp.clip(moved[name], *((math.log(low), math.log(high)) if in_log else (low, high)))
+        if settings.prune:
+            moved["step"] = moved["step"] + 1
+            for name in space.learnt:
+                moved = pruned(moved, name)
         if "x" in moved:
             moved["x"] = space.in_order(moved["x"] * last) / last
         return moved

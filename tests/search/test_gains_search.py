@@ -115,6 +115,35 @@ def test_a_frequency_may_stand_still(model_folder, tmp_path, capsys):
     assert main([*command, "--output-path", str(tmp_path / "run"), "--resume"]) == 0
 
 
+@pytest.mark.parametrize("curve", ["free", "shared"])
+def test_pruning_leaves_few_numbers_and_fits_them_on(model_folder, tmp_path, curve, capsys):
+    command = ["--model", str(model_folder), *SMALL, "--algorithm", "gradient", "--learn", "both", "--prune", "0.9"]
+    command += [
+        "--curve",
+        curve,
+        *"--steps 12 --look-every 3 --minibatch-size 3".split(),
+        "--output-path",
+        str(tmp_path / "run"),
+    ]
+    assert main(command) == 0, capsys.readouterr().err
+    history, found = history_of(tmp_path / "run"), LayerFactors.load(tmp_path / "run" / "factors.json")
+    assert [line["step"] for line in history] == [0, 3, 6, 9, 12]
+    assert history[1]["fitness"] is None and None not in [line["fitness"] for line in history[2:]]  # the numbers yet to go
+    numbers = np.array([[line["factors"], line["gains"]] for line in history])
+    stay = numbers[2] != 1
+    assert (
+        0 < stay.sum() < stay.size and (numbers[3:][:, ~stay] == 1).all() and (numbers[3:][:, stay] != numbers[2][stay]).any()
+    )
+    search = found.search
+    rows = 3 if curve == "shared" else 1
+    assert search["numbers"] == (8 if curve == "shared" else 6)
+    assert search["numbers_not_1"] * rows == (found.factors != 1).sum() + (found.gains != 1).sum()
+    lines = (tmp_path / "run" / "history.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "run" / "history.jsonl").write_text("".join(lines[:-1]))
+    assert main([*command, "--resume"]) == 0, capsys.readouterr().err
+    assert history_of(tmp_path / "run") == history
+
+
 def test_one_table_of_factors_or_of_multipliers(tiny_config):
     own, rng = tiny_config.rope_table(9), np.random.default_rng(0)
     for parameter in ("factor", "multiplier", "log"):
@@ -236,6 +265,9 @@ def test_the_genetic_algorithm_moves_factors_and_gains_over_one_x(tiny_config):
         ({"initial_gain": 5.0, "learn": "both"}, "--initial-gain 5.0 must lie from --min-gain 0.2 .* to --max-gain 4.0"),
         ({"min_gain": 0.0, "learn": "both", "parameter": "log", "algorithm": "gradient"}, r"--min-gain 0.0 \(above 0\)"),
         ({"min_factor": 0.0}, r"--min-factor 0.0 \(above 0\)"),
+        ({"prune": 1.5, "algorithm": "gradient"}, "--prune 1.5 must be from 0"),
+        ({"prune": 0.5}, "--prune goes with --algorithm gradient, --box clip and --curve free or shared"),
+        ({"prune": 0.5, "algorithm": "gradient", "curve": "free", "steps": 1}, "--prune needs --steps of 2 or more"),
         ({"parameter": "log"}, "--parameter log is how Adam moves; --algorithm ga takes factor or multiplier"),
         ({"parameter": "log", "algorithm": "gradient", "box": "sigmoid"}, "--parameter log and --box sigmoid are two scales"),
         ({"learn": "gains", "min_gain": 0.21, "control_points": 3}, "--max-gain 4.0 is not on the lattice 0.21"),
