@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 
 from lpes_jax.errors import UserError
 from lpes_jax.models.llama.model import Llama
-from lpes_jax.rope import RopeTable, scale_layers
+from lpes_jax.rope import RopeTable
 
 Control = Literal["rotary", "temperature", "both", "norm_gain", "adapter"]
 Applied = tuple[Llama, RopeTable]
@@ -30,7 +30,7 @@ Applied = tuple[Llama, RopeTable]
 
 def rotary(model: Llama, own: RopeTable, values: Float[Array, "L n"]) -> Applied:
     """Each layer's frequencies, in n bands, divided by its values."""
-    return model, RopeTable(scale_layers(own.inv_freq, values, "layer_band"), own.attention_scaling)
+    return model, own.scaled(values, "layer_band")
 
 
 def temperature(model: Llama, own: RopeTable, values: Float[Array, "L n"]) -> Applied:

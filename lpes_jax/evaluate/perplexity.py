@@ -88,7 +88,7 @@ def text_nlls(
         rows = ids + [ids[0]] * (batch_size - len(ids))  # the last batch is as large as the others: one compilation
         values = np.asarray(token_nll(model, jnp.array(rows, jnp.int32), method))[: len(ids)]
         if bad := [of_row for of_row, nll in zip(ids, values, strict=True) if not np.isfinite(nll).all()]:
-            used, method = factors or LayerFactors.uniform(1.0, model.config.num_layers), candidate.method is not None
+            used, method = candidate.factors or LayerFactors.uniform(1.0, model.config.num_layers), candidate.method is not None
             raise not_finite(model, bad, used, name=candidate.name, method=method)
         nlls += list(values)
     return nlls

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from lpes_jax.errors import UserError
+from lpes_jax.factors import array_of
 from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.prefixes import families
@@ -103,36 +104,38 @@ class Strategy:
         _, self.low, self.high = first
         start = [first[0].ravel()]
         start += [self.low + (g - low) / (high - low) * (self.high - self.low) for g, low, high in others for g in [g.ravel()]]
-        genes = np.concatenate(start).astype(np.float32)
+        genes = np.concatenate(start)
         self.strategy = strategy(settings.algorithm, genes, self.low, self.high, settings.population_size)
-        self._individuals = jax.jit(jax.vmap(lambda genes: space.individual(self._numbers(genes))))
+        x = space.x.astype(np.float32)
+        self._individuals = jax.jit(jax.vmap(lambda columns: space.individual(space.start._replace(x=x, **columns))))
 
-    def _numbers(self, genes: Float[Array | np.ndarray, "N"]) -> Numbers:
-        """The control points that genes stand for."""
-        space, columns = self.space, {}
+    def _columns(self, genes: Float[np.ndarray, "P N"]) -> dict[str, Float[np.ndarray, "P C *units"]]:
+        """What is learnt of the control points that genes stand for."""
+        columns = {}
         for at, (name, (start, low, high)) in enumerate(self.space.learnt.items()):
-            column = genes[at * start.size : (at + 1) * start.size].reshape(start.shape)
-            if at:
-                column = low + (column - self.low) / (self.high - self.low) * (high - low)
-            columns[name] = column
-        return space.start._replace(x=space.x.astype(np.float32), **columns)
+            column = genes[:, at * start.size : (at + 1) * start.size].reshape(-1, *start.shape)
+            columns[name] = low + (column - self.low) / (self.high - self.low) * (high - low) if at else column
+        return columns
 
     def run(self, model: Llama, tokenizer: Tokenizer, prompts: Sequence[Sequence[Prompt]], fitness: Fitness) -> None:
         fitness.settings = self.settings
         generations = math.ceil(self.individuals / self.settings.population_size)
 
         def score(generation: int, genes: Float[np.ndarray, "P N"]) -> Float[np.ndarray, "P"]:
-            first = len(fitness.records)
+            first, columns = len(fitness.records), self._columns(genes.astype(np.float64))
             drafts = [
                 {
                     "id": first + i,
                     "generation": generation,
                     "operator": self.settings.algorithm,
-                    "control_points": _recorded(self.space, self._numbers(row)._replace(x=self.space.x)),
+                    "control_points": _recorded(
+                        self.space, self.space.start._replace(**{name: column[i] for name, column in columns.items()})
+                    ),
                 }
-                for i, row in enumerate(genes.astype(np.float64))
+                for i in range(len(genes))
             ]
-            individuals = Individuals.of(*self._individuals(jnp.asarray(genes, jnp.float32)))
+            in_float32 = {name: jnp.asarray(column, jnp.float32) for name, column in columns.items()}
+            individuals = Individuals.of(*self._individuals(in_float32))
             if self.settings.algorithm == RANDOM:
                 rivals, keep = ([fitness.best["id"]] if first else []), 1
             else:
@@ -152,6 +155,7 @@ class Gradient:
         self.settings, self.space = settings, space
         self.sizes: dict[str, float] = {}
         self.gradient = gradient_settings(settings)
+        self.pruned_at = settings.steps // 2 if settings.prune else 0
         self.parameters, self.project, self.values = box_parameters(settings, space)
 
     def run(self, model: Llama, tokenizer: Tokenizer, prompts: Sequence[Sequence[Prompt]], fitness: Fitness) -> None:
@@ -178,12 +182,14 @@ class Gradient:
         def on_look(look: Look, state: State) -> None:
             numbers = Numbers(*(np.asarray(value, np.float64) for value in self.values(look.parameters)))
             found = Individuals.of(*self.space.individual(Numbers(*(value.astype(np.float32) for value in numbers))))
+            good = look.allowed and math.isfinite(look.loss)
+            candidate = good and not (self.pruned_at and 0 < look.step < self.pruned_at)  # which hold numbers yet to go
             record = {
                 "id": len(fitness.records),
                 "step": look.step,
                 "control_points": _recorded(self.space, numbers),
                 **found.record,
-                "fitness": -look.loss if look.allowed and math.isfinite(look.loss) else None,
+                "fitness": -look.loss if candidate else None,
                 "task_losses": look.task_losses,
                 "accuracies": look.accuracies,
                 "text_loss": None if math.isnan(look.text_loss) else look.text_loss,
@@ -224,6 +230,11 @@ class Gradient:
         except LossNotFinite as error:
             self._check_model(model, fitness, [*held_back.texts, *train.texts])
             raise error
+        if self.pruned_at:
+            numbers = [array_of(fitness.best[name]) for name in ("factors", "gains") if name in fitness.best]
+            rows = len(space.layers) if space.curve == "shared" else 1  # that are one
+            self.sizes["numbers"] = sum(start.size for start, _, _ in space.learnt.values())
+            self.sizes["numbers_not_1"] = sum(int((values != 1).sum()) for values in numbers) // rows
 
     def _check_model(self, model: Llama, fitness: Fitness, texts: Sequence[Int[Array, "W T"]]) -> None:
         """Raise UserError where the model as it is, without factors, is not finite: on a prompt, or on plain text."""
@@ -350,6 +361,9 @@ def box_parameters(settings: SearchSettings, space: Space) -> tuple[Parameters, 
 
     `clip`: y (and g) itself, clipped after each step, or with `--parameter log` its logarithm. `sigmoid`: u with y = low +
     (high - low) sigmoid(u), which never leaves the box. x, where it moves, is in units of the last layer.
+
+    `--prune` is a proximal step beside Adam's: |log y| (|y - 1| of a multiplier) falls by a share of the learning rate in the
+    first half of the steps. The count of steps, and which numbers stay, are among the parameters and have no gradient.
     """
     last, in_log = max(len(space.layers) - 1.0, 1.0), settings.parameter == "log"
     parameters = {}
@@ -369,12 +383,29 @@ def box_parameters(settings: SearchSettings, space: Space) -> tuple[Parameters, 
                 f"--initial-factors are at {' '.join(f'{value:g}' for value in space.x)}; leave --move-x out"
             )
         parameters["x"] = jnp.asarray(space.x / last, jnp.float32)
+    if settings.prune:
+        parameters |= {"step": jnp.zeros(())} | {f"stays_{name}": jnp.ones(parameters[name].shape) for name in space.learnt}
+
+    def pruned(moved: Parameters, name: str) -> Parameters:
+        """The parameters behind a step, one column of them nearer to 1 or pruned."""
+        half, step = settings.steps // 2, moved["step"]
+        value, of_one = moved[name], 0.0 if in_log else 1.0
+        in_log_here = not in_log and settings.parameter == "factor"
+        distance = jnp.log(value) if in_log_here else value - of_one
+        nearer = jnp.sign(distance) * jnp.maximum(jnp.abs(distance) - settings.prune * settings.learning_rate, 0)
+        stays = jnp.where(step == half, jnp.abs(nearer) > settings.learning_rate, moved[f"stays_{name}"])
+        value = jnp.where(step <= half, jnp.exp(nearer) if in_log_here else of_one + nearer, value)
+        return moved | {name: jnp.where(stays > 0, value, of_one), f"stays_{name}": stays.astype(value.dtype)}
 
     def project(parameters: Parameters) -> Parameters:
         moved = dict(parameters)
         for name, (_, low, high) in space.learnt.items():
             if settings.box == "clip":
                 moved[name] = jnp.clip(moved[name], *((math.log(low), math.log(high)) if in_log else (low, high)))
+        if settings.prune:
+            moved["step"] = moved["step"] + 1
+            for name in space.learnt:
+                moved = pruned(moved, name)
         if "x" in moved:
             moved["x"] = space.in_order(moved["x"] * last) / last
         return moved

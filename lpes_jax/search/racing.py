@@ -30,6 +30,7 @@ import itertools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -204,8 +205,9 @@ class StagedScorer:
         """As `Scorer`'s; of the prompts of some stages alone, where they are named, and 0 for the others."""
         shape = len(factors), self.num_prompts
         scores = Scores(np.zeros(shape, bool), np.zeros(shape, np.float32))
+        more: dict[str, Any] = {} if gains is None else {"gains": gains, "gains_granularity": gains_granularity}
         for at in itertools.chain(*(STAGES[stage] for stage in stages)):
-            new = self._scorers[at](factors, granularity, on_prompts, gains=gains, gains_granularity=gains_granularity)
+            new = self._scorers[at](factors, granularity, on_prompts, **more)
             for whole, part in zip(scores, new, strict=True):
                 whole[:, self._prompts[at]] = part
         return scores

@@ -222,6 +222,9 @@ class SearchSettings(TaskFlags):
     """gradient: how factors stay within the bounds: put back after each step, or as a sigmoid of what Adam moves."""
     stay_close: float = 0.0
     """gradient: weight of the mean squared distance of the factors, and of the gains, from 1."""
+    prune: float = 0.0
+    """gradient: how many of the numbers differ from 1 (--curve free or shared). In the first half of the steps each is drawn to
+    1 by this share of --learning-rate a step; what is within one such rate of 1 then stays 1, and the rest is fitted on."""
     text: Path | None = None
     """gradient: plain text that must not become less likely (where it is wanted and not given: text that the model writes)."""
     text_weight: float = 0.0
@@ -305,6 +308,13 @@ def check(settings: SearchSettings) -> None:
         raise UserError(f"--parameter log is how Adam moves; --algorithm {settings.algorithm} takes factor or multiplier")
     if settings.parameter == "log" and settings.box == "sigmoid":
         raise UserError("--parameter log and --box sigmoid are two scales of one number; give one of them")
+    if settings.prune:
+        if not 0 < settings.prune <= 1:
+            raise UserError(f"--prune {settings.prune} must be from 0 (off) to 1: it is a share of --learning-rate")
+        if settings.algorithm != "gradient" or settings.box == "sigmoid" or settings.curve not in ("free", "shared"):
+            raise UserError("--prune goes with --algorithm gradient, --box clip and --curve free or shared")
+        if settings.steps < 2:
+            raise UserError(f"--prune needs --steps of 2 or more, half of which fit what is left; got {settings.steps}")
     if settings.max_evaluations is not None and settings.algorithm == "gradient":
         raise UserError("--max-evaluations counts individuals, which --algorithm gradient has none of; give --steps")
 
@@ -397,8 +407,9 @@ def search_space(settings: SearchSettings, config: LlamaConfig, layers: range) -
 def genetic_settings(settings: SearchSettings, space: Space) -> GeneticSettings:
     """The GA's part. A free or shared curve is one control point a layer or dimension, whose x never moves."""
     if space.y.ndim > 1:
+        what = "gain" if space.learn == "gains" else "factor"
         raise UserError(
-            f"--algorithm ga moves one number a layer, not --granularity {space.granularity}; "
+            f"--algorithm ga moves one {what} a layer, not --granularity {space.granularity}; "
             "use --algorithm gradient or one of evosax's (cma_es, ...)"
         )
     pinned = settings.curve in ("free", "shared")

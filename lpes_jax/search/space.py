@@ -181,8 +181,9 @@ class Space:
         return replace(self, x=self._increasing(points[:, 0], where), **start)
 
     def _of_units(
-        self, name: str, found: Float[np.ndarray, "L *units"], granularity: Granularity, where: str
+        self, name: str, found: Float[np.ndarray, "L *of_file"], granularity: Granularity, where: str
     ) -> Float[np.ndarray, "C *units"]:
+        """Of the layers that are scaled, in the units of this space."""
         found = found[self.layers.start : self.layers.stop]
         if granularity == "layer":
             return np.broadcast_to(found.reshape(len(found), *(1 for _ in self.y.shape[1:])), self.y.shape)
