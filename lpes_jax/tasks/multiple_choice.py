@@ -237,7 +237,8 @@ def _chinese_names(path: Path) -> dict[str, str]:
         return {}
     wrong = "is not C-Eval's (subject: [English, Chinese, category]); remove it"
     found = read_json(path)
-    pairs = found.items() if isinstance(found, dict) else [("", None)]
-    if not all(isinstance(names, list) and len(names) > 1 and isinstance(names[1], str) for _, names in pairs):
+    if not isinstance(found, dict):
         raise UserError(f"--data: {path} {wrong}")
-    return {subject: names[1] for subject, names in pairs}
+    if not all(isinstance(names, list) and len(names) > 1 and isinstance(names[1], str) for names in found.values()):
+        raise UserError(f"--data: {path} {wrong}")
+    return {subject: names[1] for subject, names in found.items()}

@@ -111,7 +111,7 @@ def hf_config(gguf: GgufFile) -> dict[str, Any]:
             raise UserError(f"{where}: metadata key {architecture}.{key} is missing; convert the model again")
         if key in _FOR_EACH_LAYER and isinstance(value, list) and len(value) == metadata.get(f"{architecture}.block_count"):
             value = value[0] if value.count(value[0]) == len(value) else value
-        if isinstance(value, bool) or not isinstance(value, (int, kind)):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not isinstance(value, (int, kind)):
             raise UserError(f"{where}: {architecture}.{key} must be one number for all layers, got {value!r:.60}")
         if kind is int:
             return value
@@ -205,11 +205,11 @@ def _check_keys(gguf: GgufFile, architecture: str) -> None:
         fate = _READ if (architecture, key) == ("phi3", "attention.sliding_window") else KEYS.get(key, ())
         if fate is _READ or isinstance(fate, str):
             continue
-        plain = tuple(value) if isinstance(value, list) else value
-        if plain in fate or (key not in KEYS and not (any(plain) if isinstance(plain, tuple) else plain)):
+        plain: Any = tuple(value) if isinstance(value, list) else value
+        if plain in (fate or ()) or (key not in KEYS and not (any(plain) if isinstance(plain, tuple) else plain)):
             continue
         if key in KEYS:
-            raise UserError(f"{gguf.path}: {name}={value!r:.60} is not supported (only {fate[0]!r})")
+            raise UserError(f"{gguf.path}: {name}={value!r:.60} is not supported (only {next(iter(fate or ()), None)!r})")
         raise UserError(
             f"{gguf.path}: {name}={value!r:.60} is not known here and may change the computation; if it does not, remove it "
             f"(gguf-new-metadata --remove-metadata {name} IN OUT)"

@@ -45,8 +45,8 @@ _LINEAR = frozenset(
     "isascii isdecimal isdigit isidentifier islower isnumeric isprintable isspace istitle isupper items iterable "
     "joiner keys last le length list lower lstrip lt map mapping max min namespace ne next none number odd partition "
     "raise_exception random range reject rejectattr removeprefix removesuffix reverse rfind rindex round rpartition rsplit "
-    "rstrip safe safe_range sameas select selectattr sequence sort split splitlines startswith strftime_now string strip swapcase test "
-    "title trim true truncate undefined unique upper values cycle cycler".split()
+    "rstrip safe safe_range sameas select selectattr sequence sort split splitlines startswith strftime_now string strip swapcase "
+    "test title trim true truncate undefined unique upper values cycle cycler".split()
 )
 
 
@@ -71,7 +71,9 @@ def render(
     unseen = ("tokenize", "continue_final_message")
     seen = {name: value for name, value in how.items() if name not in unseen}
     check(chosen, messages, **{"add_generation_prompt": False, **tokenizer.special_tokens_map, **seen})
-    return str(tokenizer.apply_chat_template(list(messages), chat_template=chosen, tokenize=False, **how))
+    return str(
+        tokenizer.apply_chat_template([dict(message) for message in messages], chat_template=chosen, tokenize=False, **how)
+    )
 
 
 def check(template: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
@@ -108,7 +110,7 @@ class _Budget:
 
 
 def size_of(value: Any) -> int:
-    """Characters of a text, bytes of a whole number, and of lists and mappings the sum, written out: shared parts count twice."""
+    """Characters of a text, bytes of a whole number, and of lists and mappings the sum: shared parts count twice."""
     return _size(value, {})
 
 

@@ -190,10 +190,11 @@ def _from_tokenizer_json(folder: Path) -> "transformers.PreTrainedTokenizerFast"
     kind = str(kind or _CLASS_OF_MODEL_TYPE.get(str(model.get("model_type")))).removesuffix("Fast")
     defaults, adds_bos = _CLASSES.get(kind, ({}, None))
     defaults = {key: value for key, value in defaults.items() if key not in config and key not in names}
-    defaults = {key: value for key, value in defaults.items() if key == "padding_side" or own.token_to_id(value) is not None}
+    there = {key: value for key, value in defaults.items() if key == "padding_side" or own.token_to_id(value) is not None}
     # transformers reads the settings around an empty tokenizer: nothing in them changes the pipeline.
     empty = Tokenizer(models.BPE())
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, tokenizer_object=empty, **defaults)
+    how: dict[str, Any] = {"local_files_only": True, "tokenizer_object": empty, **there}
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, **how)
     for token in added_by_settings(own, tokenizer):
         own.add_tokens([token])
     if adds_bos is not None and "backend" not in config:
