@@ -141,7 +141,7 @@ def measure(s: Settings, loaded: Loaded, factors: LayerFactors) -> dict[str, Any
     tokens = np.zeros((len(prompts), round_up(max(lengths))), np.int32)
     for row, it in zip(tokens, encoded, strict=True):
         row[: len(it["input_ids"])] = it["input_ids"]
-    table = config.rope_table(tokens.shape[1], jnp.asarray(factors.factors, jnp.float32), factors.granularity)
+    table = config.rope_table(tokens.shape[1], factors)
     mass, entropy = np.zeros((config.num_layers, len(REGIONS))), np.zeros(config.num_layers)
     for start in range(0, len(prompts), s.batch_size):
         at = [min(start + n, len(prompts) - 1) for n in range(s.batch_size)]  # the last batch repeats: one compilation
@@ -172,7 +172,7 @@ def main(s: Settings) -> None:
     names: list[str] = ["1", *(f"{scale:g}" for scale in s.scales), *(["found"] if found else [])]
     for name in dict.fromkeys(names):
         path = s.output_path / f"scale_{name}.json"
-        own = content_id(found.granularity, found.factors.tolist()) if found and name == "found" else None
+        own = content_id(*found.content) if found and name == "found" else None
         used = json.loads(json.dumps(shared | {"scale": name, "factors": own}, default=str))
         if not path.exists():
             print(f"== scale {name}", flush=True)

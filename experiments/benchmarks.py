@@ -157,7 +157,7 @@ def measure(
     examples = spread(task.examples(benchmark.split or s.split, None, 0), s.limit)
     if chat is not None:
         task = ChatTask(task, chat.render)
-    mean = LayerFactors.uniform(float(np.mean(factors.factors)), factors.num_layers)
+    mean = LayerFactors.uniform(factors.mean, factors.num_layers)
     return evaluate(
         loaded.model,
         loaded.tokenizer,
@@ -210,7 +210,7 @@ def _settings(s: BenchmarkFlags, benchmark: Benchmark, data: Path, factors: Laye
     left_out = {"output_path", "part", "batch_size", "columns", "data_folder", "factors"}
     of_flags = {name: value for name, value in asdict(s).items() if name not in left_out}
     of_data = {"data": data.name, "bytes": sum(path.stat().st_size for path in [data, *data.rglob("*")] if path.is_file())}
-    found = {"factors": content_id(factors.granularity, factors.factors.tolist())}
+    found = {"factors": content_id(*factors.content)}
     own = {"task": benchmark.task, **benchmark.settings}
     return json.loads(json.dumps(of_flags | of_data | found | own, default=str))
 

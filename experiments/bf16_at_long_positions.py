@@ -24,6 +24,7 @@ from lpes_jax.evaluation import environment
 from lpes_jax.models.llama import Llama, load_model, load_tokenizer
 from lpes_jax.models.llama.model import hidden_states, output_logits
 from lpes_jax.tasks.prompts import token_ids
+from lpes_jax.text_files import read_text
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def compare(settings: Settings) -> dict[str, Any]:
     """Agreement in each bin, in percent."""
     tokenizer = load_tokenizer(settings.model)
     files = [settings.text] if settings.text else sorted(Path(lpes_jax.__file__).parent.rglob("*.py"))
-    text = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    text = "\n".join(read_text(file) for file in files)
     tokens = token_ids(tokenizer, [text])[0][: settings.num_tokens]
     if len(tokens) < settings.num_tokens:
         raise UserError(f"--num-tokens {settings.num_tokens}: the text has only {len(tokens)} tokens; give a longer --text")

@@ -2,6 +2,7 @@
 
     rotary       the layer's positions are divided by them, one for each frequency band: our method
     temperature  the layer's attention logits are multiplied by them: by one, or each band's contribution to q . k by one
+    both         the first half of them are rotary factors, the other half temperatures
     norm_gain    the channels of the layer's norm before attention are multiplied by them, in n equal blocks
     adapter      the layer's query weights W get + sum_i c_i u_i v_i^T |W|, with fixed random unit vectors u_i and v_i
 
@@ -23,7 +24,7 @@ from lpes_jax.errors import UserError
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.rope import RopeTable, scale_layers
 
-Control = Literal["rotary", "temperature", "norm_gain", "adapter"]
+Control = Literal["rotary", "temperature", "both", "norm_gain", "adapter"]
 Applied = tuple[Llama, RopeTable]
 
 
@@ -55,6 +56,15 @@ def temperature(model: Llama, own: RopeTable, values: Float[Array, "L n"]) -> Ap
     return _with(model, **changes), own
 
 
+def both(model: Llama, own: RopeTable, values: Float[Array, "L n"]) -> Applied:
+    """`rotary` with the first n/2 values of a layer and `temperature` with the others."""
+    if values.shape[1] % 2:
+        raise UserError(f"--counts {values.shape[1]} must be even for `both`: half are factors, half are temperatures")
+    factors, temperatures = jnp.split(values, 2, axis=1)
+    _, table = rotary(model, own, factors)
+    return temperature(model, table, temperatures)
+
+
 def norm_gain(model: Llama, own: RopeTable, values: Float[Array, "L n"]) -> Applied:
     """The channels of each layer's attention norm, in n equal blocks, times its values."""
     width, blocks = model.config.hidden_size, values.shape[1]
@@ -80,10 +90,11 @@ def adapter(model: Llama, own: RopeTable, values: Float[Array, "L n"], seed: int
 CONTROLS: dict[Control, Callable[..., Applied]] = {
     "rotary": rotary,
     "temperature": temperature,
+    "both": both,
     "norm_gain": norm_gain,
     "adapter": adapter,
 }
-START: dict[Control, float] = {"rotary": 1.0, "temperature": 1.0, "norm_gain": 1.0, "adapter": 0.0}
+START: dict[Control, float] = {"rotary": 1.0, "temperature": 1.0, "both": 1.0, "norm_gain": 1.0, "adapter": 0.0}
 
 
 def _scaled(weights: Float[Array, "..."], by: Float[Array, "..."]) -> Float[Array, "..."]:

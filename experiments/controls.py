@@ -3,13 +3,16 @@
     python experiments/controls.py --model smollm2-135m-instruct --num-pairs 5 10 20 --other-pairs 15 30 \\
         --other-key-lengths 8 --num-sentences 40 --data nq-open-oracle.jsonl.gz --text FILE --text-weight 3
 
+    python experiments/controls.py --model smollm2-135m-instruct --mixture mixtures/smollm2.toml --counts 32 \\
+        --text KNOWN.txt OTHER.txt --text-window 2048 8192 --text-weight 20 --oracle --data nq-open-oracle.jsonl.gz
+
 Every control of `control_parameters.py` has n numbers in each layer, n from `--counts`: 1 as factors of layers have it, 8 as
-factors of eight frequency bands. They are rotary factors (our method), temperatures of the attention, gains of the norm before
-it, and the coefficients of a low-rank adapter of the query weights. The first three start at 1 and stay in the same box, the
-adapter's start at 0 and stay within --max-factor - 1 of it. All minimise -log p of the answers to key-value questions by the
-same Adam (`search.gradient.descend`) on the same minibatches; with several `--learning-rates` each takes the one with the
-lowest loss on the search questions that are held back. The control without a number is the forced opener against the plain
-prompt.
+factors of eight frequency bands. They are rotary factors (our method), temperatures of the attention, half of both, gains of
+the norm before it, and the coefficients of a low-rank adapter of the query weights. All but the last start at 1 and stay in the
+same box, the adapter's start at 0 and stay within --max-factor - 1 of it. All minimise -log p of the answers to key-value
+questions, or to those of a `--mixture`, by the same Adam (`search.gradient.descend`) on the same minibatches; with several
+`--learning-rates` each takes the one with the lowest loss on the search questions that are held back. The control without a
+number is the forced opener against the plain prompt.
 
 What was learnt is then measured on other questions: by position, at other lengths, with other keys, on other tasks, and on
 plain text (`transfer.py`, whose targets these are). The last tables say what of it is position repair: `reading` goes by a
@@ -23,6 +26,7 @@ Letters: N prompts, L layers, n numbers a layer, E embedding, D head dim, Q ques
 
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,19 +38,25 @@ import numpy as np
 from control_parameters import CONTROLS, START, Applied, Control
 from grid import GridFlags, in_part, markdown_table, run_script, show_p, write_tables
 from jaxtyping import Array, Float
-from transfer import TEXT, TargetFlags, compare, load_cell, measure, settings_record, show, targets_of
+from transfer import TargetFlags, compare, is_text, load_cell, measure, settings_record, show, targets_of
 
 from lpes_jax.errors import UserError
 from lpes_jax.evaluation import BASELINE, PLAIN, Candidate, environment, slots_of
 from lpes_jax.factors import LayerFactors, write_json
 from lpes_jax.models.llama import Loaded, load
 from lpes_jax.models.llama.model import Llama
+from lpes_jax.search import SearchSettings
+from lpes_jax.search.algorithms import Gradient
+from lpes_jax.search.fitness import groups_of, search_prompts
 from lpes_jax.search.gradient import GradientSettings, Look, descend
 from lpes_jax.search.minibatches import Data, pack
+from lpes_jax.search.mixture import mixture_of
 from lpes_jax.search.plain_text import text_windows
+from lpes_jax.search.settings import check_weights, scaled_layers, search_space
 from lpes_jax.statistics import paired_permutation_test
 from lpes_jax.tasks import make_task
 from lpes_jax.tasks import prompts as task_prompts
+from lpes_jax.tasks.prompts import Task
 
 LEVEL = 0.05  # of `reading`, shared out over the targets that were not searched on
 
@@ -61,6 +71,10 @@ class Settings(TargetFlags):
     """A name in models/zoo, a folder in Hugging Face layout, a .gguf file, or a Hugging Face hub id."""
     controls: tuple[Control, ...] = ("rotary", "temperature", "norm_gain", "adapter")
     """Which to run."""
+    mixture: Path | None = None
+    """A mixture of tasks to search on, in place of kv with --num-pairs (lpes_jax/search/mixture.py)."""
+    data_folder: Path | None = None
+    """Where the paths in --mixture start from (default: its own folder)."""
     counts: tuple[int, ...] = (1, 8)
     """Numbers a layer."""
     other_pairs: tuple[int, ...] = ()
@@ -86,9 +100,13 @@ class Settings(TargetFlags):
     max_factor: float = 2.0
     """Highest."""
     text_weight: float = 0.0
-    """Weight of plain text's loss in nats a token (of --text, or of text that the model writes) beside the answers'."""
+    """Weight of the loss of plain text (the first --text, or text that the model writes), in nats a token."""
     text_minibatch: int = 4
     """Windows of text a step."""
+    search_text_window: tuple[int, ...] = ()
+    """Tokens of these windows, with --mixture (default: the first of --text-window)."""
+    max_text_loss_rise: float | None = None
+    """Refuse steps that raise the loss of held-back text by more, with several --search-text-window in any quarter."""
     seeds: tuple[int, ...] = (0,)
     """Each is a run of every control with search examples and minibatches of its own."""
     plain_prompt: bool = True
@@ -97,8 +115,9 @@ class Settings(TargetFlags):
 
 def main(s: Settings) -> None:
     """Run what is missing and write the tables."""
-    if len(s.weights) != len(s.search_positions):
-        raise UserError("--weights: give one number for each of --search-positions")
+    if s.data_folder is not None and s.mixture is None:
+        raise UserError("--data-folder is where the paths of --mixture start from; leave it out")
+    check_weights(s.weights, s.search_positions)
     used = settings_record(s, "controls", "counts", "seeds", "plain_prompt")
     targets = targets_of(replace(s, num_pairs=(*s.num_pairs, *s.other_pairs)))
     learnt: dict[str, tuple[Control, int, int]] = {
@@ -141,8 +160,9 @@ def main(s: Settings) -> None:
         for count in s.counts
     }
     layers = int(records[BASELINE]["model"]["num_layers"])
+    seen = _searched(s, targets)
     parameters = {f"{control}, {count} a layer": layers * count for control in s.controls for count in s.counts}
-    _report(s, scores, parameters, list(targets), {name: records[name]["training"] for name in learnt})
+    _report(s, scores, parameters, list(targets), seen, {name: records[name]["training"] for name in learnt})
 
 
 def train(
@@ -171,6 +191,7 @@ def train(
             look_every=s.look_every,
             text_weight=s.text_weight,
             text_minibatch=s.text_minibatch,
+            max_text_loss_rise=s.max_text_loss_rise,
         )
         best[rate] = descend(
             loaded.model,
@@ -213,7 +234,7 @@ def reading(
     of this task": it did. "position repair": and so did a target that was not searched on, while none lost. Those are tested at
     0.05 / their number.
     """
-    unseen = [title for title in figures if title not in searched and title != TEXT]
+    unseen = [title for title in figures if title not in searched and not is_text(title)]
     sure = [title for title in unseen if figures[title]["p"] < LEVEL / len(unseen)]
     gained = [title for title in sure if figures[title]["difference"] > 0]
     lost = [title for title in sure if figures[title]["difference"] < 0]
@@ -249,6 +270,8 @@ def middle_against_ends(
 
 def _data(s: Settings, loaded: Loaded, seed: int) -> tuple[Data, Data, int]:
     """Search prompts of each length and text, what is held back of both (the last ones), and the tokens of the longest."""
+    if s.mixture is not None:
+        return _data_of_mixture(s, loaded, seed)
     learnt_from, held_back, longest = [], [], 0
     for pairs in s.num_pairs:
         task = make_task("kv", num_pairs=pairs, key_length=s.key_length)
@@ -263,11 +286,58 @@ def _data(s: Settings, loaded: Loaded, seed: int) -> tuple[Data, Data, int]:
         longest = max(longest, *(len(prompt.ids) + max(map(len, prompt.answers)) for prompt in encoded))
     if not s.text_weight:
         return Data(learnt_from), Data(held_back), longest
-    windows = jnp.asarray(text_windows(s.text, loaded.model, loaded.tokenizer, seed, s.text_window))
+    windows = jnp.asarray(text_windows(next(iter(s.text), None), loaded.model, loaded.tokenizer, seed, s.text_window[0]))
     border = len(windows) - math.ceil(s.validation_share * len(windows))
     if not border:
         raise UserError("--text is too short to hold a part back; give more of it")
     return Data(learnt_from, windows[:border]), Data(held_back, windows[border:]), max(longest, windows.shape[1])
+
+
+def _searched(s: Settings, targets: Mapping[str, Task]) -> list[str]:
+    """The titles of the targets whose kind of question was searched on (by other questions)."""
+    if s.mixture is None:
+        return list(targets)[: len(s.num_pairs)]
+    mixture = mixture_of(SearchSettings(mixture=s.mixture, data_folder=s.data_folder), s.limit, s.test_limit)
+    assert mixture is not None
+
+    def kind(task: Any) -> Any:
+        return {name: value.name if isinstance(value, Path) else value for name, value in vars(task).items()}
+
+    kinds = [(task.name, kind(task)) for task in mixture.tasks]
+    return [title for title, task in targets.items() if (task.name, kind(task)) in kinds]
+
+
+def _data_of_mixture(s: Settings, loaded: Loaded, seed: int) -> tuple[Data, Data, int]:
+    """The same of a mixture, as `search --mixture --algorithm gradient` has them."""
+    settings = SearchSettings(
+        mixture=s.mixture,
+        data_folder=s.data_folder,
+        algorithm="gradient",
+        curve="free",
+        limit=s.limit,
+        seed=seed,
+        search_positions=s.search_positions,
+        weights=s.weights,
+        minibatch_size=s.minibatch_size,
+        validation_share=s.validation_share,
+        text=next(iter(s.text), None),
+        text_weight=s.text_weight,
+        text_window=s.search_text_window or s.text_window[:1],
+        max_text_loss_rise=s.max_text_loss_rise,
+    )
+    mixture = mixture_of(settings, s.limit, s.test_limit)
+    assert mixture is not None
+    config, tokenizer, prompts = loaded.model.config, loaded.tokenizer, []
+    places = [slots_of(task, s.search_positions if task.num_items > 1 else (0,)) for task in mixture.tasks]
+    for part, of_task in zip(mixture.parts, places, strict=True):
+        examples = part.task.examples("search", part.limit, seed)
+        prompts.append(search_prompts(settings, config, part.task, tokenizer, examples, of_task, Counter()))
+    everything = [prompt for of_task in prompts for prompt in of_task]
+    encoded = task_prompts.encode(everything, tokenizer, config.max_position_embeddings)
+    tokens = np.array([min(map(len, prompt.answers)) for prompt in encoded])
+    groups = groups_of(mixture.titles, mixture.weights, places, prompts, tokens, s.weights)
+    descent = Gradient(settings, search_space(settings, config, scaled_layers(settings, config.num_layers)))
+    return descent.data(loaded.model, tokenizer, prompts, groups, s.weights)
 
 
 def _report(
@@ -275,6 +345,7 @@ def _report(
     scores: Mapping[str, Mapping[str, Float[np.ndarray, "Q S"]]],
     parameters: Mapping[str, int],
     targets: Sequence[str],
+    seen: Sequence[str],
     training: Mapping[str, Any],
 ) -> None:
     searched, baseline = targets[: len(s.num_pairs)], scores[BASELINE]
@@ -293,19 +364,20 @@ def _report(
             rows.append([_label(name), str(parameters.get(name, 0)), *at, f"{100 * of_name[title].mean():.1f}", *against])
         parts.append(f"## {title}: accuracy by position\n\n{markdown_table(header, rows)}")
 
-    shown = [*(title for title in targets if title not in searched), *([TEXT] if TEXT in baseline else [])]
+    shown = [title for title in baseline if title not in searched]
     rows = [[_label(BASELINE), *(_level(baseline[title], title) for title in shown)]]
     for name in figures:
         changes = [show(figures[name][title], title)[2:] if title in figures[name] else ["-"] for title in shown]
         rows.append([_label(name), *(", p ".join(change) for change in changes)])
     if shown:
-        parts.append(f"## Not searched on: baseline, and gains\n\n{markdown_table(['', *shown], rows)}")
+        columns = [f"{title} (searched)" if title in seen else title for title in shown]
+        parts.append(f"## Other targets: baseline, and gains\n\n{markdown_table(['', *columns], rows)}")
 
     rows, readings = [], {}
     for name in parameters:
         ours, base = (np.mean([of[title] for title in searched], axis=0) for of in (scores[name], baseline))
         gains = middle_against_ends(ours, base, s.positions)
-        name_of_it, gained, lost = reading(figures[name], gains, searched)
+        name_of_it, gained, lost = reading(figures[name], gains, seen)
         readings[name] = gains | {"reading": name_of_it, "gained": gained, "lost": lost}
         of_errors = [f"{100 * gains[where]:+.1f} ({100 * gains[f'{where}_share']:.0f} %)" for where in ("middle", "ends")]
         rows.append([name, *of_errors, show_p(gains["p"]), ", ".join(gained) or "-", ", ".join(lost) or "-", name_of_it])
@@ -313,7 +385,7 @@ def _report(
     parts.append(f"## Position repair or task tuning\n\n{_RULE}\n\n{markdown_table(header, rows)}")
     against = _against_controls(s, scores, list(baseline))
     if against:
-        header = ["", *(title for title in targets), *([TEXT] if TEXT in baseline else [])]
+        header = ["", *baseline]
         rows = [[name, *(", p ".join(show(of[title], title)[2:]) for title in header[1:])] for name, of in against.items()]
         parts.append(f"## Rotary factors less the best control with as many numbers\n\n{markdown_table(header, rows)}")
     summary = {
@@ -341,8 +413,9 @@ def _against_controls(
 
 
 def _about(s: Settings) -> str:
+    searched = f"kv with {' '.join(map(str, s.num_pairs))} pairs" if s.mixture is None else f"the mixture {s.mixture.name}"
     return (
-        f"{Path(s.model).name}, searched on kv with {' '.join(map(str, s.num_pairs))} pairs, {s.limit} examples of each, "
+        f"{Path(s.model).name}, searched on {searched}, {s.limit} examples of each, "
         f"{s.steps} steps of {s.minibatch_size} prompts, learning rates {' '.join(map(str, s.learning_rates))}, text weight "
         f"{s.text_weight:g}, seeds {' '.join(map(str, s.seeds))} (scores are means over them); {s.test_limit} held-out "
         "questions a target. Accuracy in percent, gains in points over the baseline, text in nats a token, where less is "
@@ -363,7 +436,7 @@ def _label(name: str) -> str:
 
 
 def _level(values: Float[np.ndarray, "Q S"], title: str) -> str:
-    return f"{values.mean():.4f}" if title == TEXT else f"{100 * values.mean():.1f}"
+    return f"{values.mean():.4f}" if is_text(title) else f"{100 * values.mean():.1f}"
 
 
 def _mean_scores(records: Sequence[Mapping[str, Any]]) -> dict[str, Float[np.ndarray, "Q S"]]:

@@ -46,6 +46,7 @@ from lpes_jax.tasks import make_task
 from lpes_jax.tasks.data import content_id
 from lpes_jax.tasks.perplexity import Window, slide
 from lpes_jax.tasks.prompts import token_ids
+from lpes_jax.text_files import read_text
 
 PAIRS = (("LPES, PI", "PI, mean"), ("LPES, PI", "PI"), ("LPES, dynamic", "dynamic, mean"), ("LPES, dynamic", "dynamic"))
 NO_TEXT = ("book_sum_sort",)  # summaries in a random order
@@ -91,7 +92,7 @@ def texts_of(folder: Path) -> dict[str, str]:
             name = f"{benchmark.task} {benchmark.name}"
             found[name] = "\n\n".join(dict.fromkeys(example.document for example in examples))
     for path in sorted(folder.rglob("*.txt")):
-        found[path.stem] = path.read_text(encoding="utf-8")
+        found[path.stem] = read_text(path)
     return found
 
 
@@ -107,7 +108,7 @@ def windows_of(text: str, tokenizer: Any, length: int, limit: int) -> list[Windo
 
 def candidates_of(found: LayerFactors, stretch: int, dynamic_factor: float) -> list[Candidate]:
     """The rows of the table."""
-    mean = LayerFactors.uniform(float(np.mean(found.factors)), found.num_layers)
+    mean = LayerFactors.uniform(found.mean, found.num_layers)
     return [
         Candidate(BASELINE),
         Candidate("PI", method=position_interpolation(float(stretch))),
@@ -160,7 +161,7 @@ def main(s: Settings) -> None:
     loaded: Loaded | None = None
     left_out = {"output_path", "data_folder", "texts", "stretch", "part", "batch_size", "factors"}
     shared = {name: value for name, value in asdict(s).items() if name not in left_out}
-    shared["factors"] = content_id(found.granularity, found.factors.tolist())
+    shared["factors"] = content_id(*found.content)
     records = {}
     for number, ((name, stretch), path) in enumerate(cells.items()):
         used = shared | {"stretch": stretch, "text": content_id(texts[name])}

@@ -20,6 +20,7 @@ from grid import GridFlags, header, in_part, markdown_table, other_model, row, r
 from lpes_jax.compare import CompareSettings, run_comparison
 from lpes_jax.errors import UserError
 from lpes_jax.factors import read_json
+from lpes_jax.tasks.flags import name_of
 
 POSITIONS = {"kv": (0, 20, 40, 60, 80, 100), "mdqa": (0, 25, 50, 75, 100)}
 PAPER = {
@@ -154,7 +155,7 @@ def results_of(settings: CompareSettings) -> dict[str, Any]:
     """The results of a finished comparison. Raises UserError where its settings were others."""
     results = read_json(settings.output_path / "results.json")
     wanted = json.loads(json.dumps(asdict(settings), default=str))
-    for name in sorted(wanted.keys() - {"output_path", "batch_size", "resume"}):
+    for name in sorted(wanted.keys() - {"output_path", "batch_size", "resume", "overwrite"}):
         if (ran := results["config"].get(name)) != wanted[name]:
             raise UserError(
                 f"{settings.output_path} was run with {name}={ran!r}, not {wanted[name]!r}; give the same flags or another "
@@ -194,7 +195,7 @@ def main(s: Settings) -> None:
     )
     parts = [about]
     for name, it in results.items():
-        parts += [f"## {name}\n", table(cells[name].task, it["methods"])]
+        parts += [f"## {name}\n", table(name_of(cells[name]), it["methods"])]
         parts += [f"{method}: left out. {reason}\n" for method, reason in it["refused"].items()]
     write_tables(
         GridFlags(output_path=s.output_path), "Methods by position (Table 1)", parts, {"ours": results, "paper": PAPER}

@@ -8,7 +8,6 @@ to nothing, and all found factors are measured together on the first held-out qu
 --test-seed).
 """
 
-import gzip
 import os
 import random
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from grid import (
 from lpes_jax.evaluation import figures_of, slots_of
 from lpes_jax.factors import LayerFactors
 from lpes_jax.tasks.flags import task_of
+from lpes_jax.text_files import read_text
 
 PAPER = {
     "baseline": "70.4 58.0 55.4 55.4 60.4 59.9",
@@ -88,8 +88,7 @@ def main(s: Settings) -> None:
 
 def in_order_of(seed: int, data: Path, folder: Path) -> Path:
     """A copy of a .jsonl or .jsonl.gz with its lines in the order that the seed draws."""
-    text = gzip.decompress(data.read_bytes()) if data.suffix == ".gz" else data.read_bytes()
-    lines = [line for line in text.decode("utf-8").split("\n") if line.strip()]
+    lines = [line for line in read_text(data).split("\n") if line.strip()]
     random.Random(f"lpes search set {seed}").shuffle(lines)
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f"seed{seed}.{os.getpid()}.part"

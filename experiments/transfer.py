@@ -1,7 +1,8 @@
 """Do factors hold for what they were not searched on: other lengths, keys, tasks, plain text, other models?
 
     python experiments/transfer.py --models smollm2-135m-instruct --factors short=A/factors.json mixed=B/factors.json \\
-        --num-pairs 5 10 20 --other-key-lengths 8 --num-sentences 40 --data nq-open-oracle.jsonl.gz --text FILE
+        --num-pairs 5 10 20 --other-key-lengths 8 --num-sentences 40 --data nq-open-oracle.jsonl.gz --oracle \\
+        --documents RETRIEVED.jsonl --documents-split all --text KNOWN.txt OTHER.txt --text-window 512 8192
 
 All are measured on the same held-out questions, and the table has found - baseline with the paired test for each pair of
 factors and target. Factors of a model with another number of layers are resampled: linear interpolation in relative depth,
@@ -32,10 +33,12 @@ from lpes_jax.models.llama import LlamaConfig, Loaded, load
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.statistics import paired_permutation_test, standard_error
 from lpes_jax.tasks import make_task
-from lpes_jax.tasks.perplexity import Perplexity
-from lpes_jax.tasks.prompts import Overlength, Task
+from lpes_jax.tasks.perplexity import Perplexity, Window
+from lpes_jax.tasks.prompts import Overlength, Split, Task
 
-TEXT = "plain text"
+TEXT = "plain text"  # what the titles of its targets begin with
+ORACLE = "mdqa, gold document alone"  # all test questions, whatever --test-limit: it has one position
+QUARTERS = 4  # of a window of text, as positions have columns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +57,18 @@ class TargetFlags:
     """mdqa: nq-open-oracle.jsonl.gz, for targets with other questions' documents as distractors."""
     num_documents: tuple[int, ...] = (5,)
     """mdqa: documents in a prompt, each a target."""
+    documents: tuple[Path, ...] = ()
+    """mdqa: files with distractors of their own (retrieved ones), each a target of the first of --num-documents."""
+    documents_split: Split = "test"
+    """Questions of --documents to ask: all, where no search saw the file."""
+    oracle: bool = False
+    """mdqa: one more target, each question of --data with its gold document alone."""
     max_new_tokens: int | None = None
     """mdqa: tokens to generate (default: the task's)."""
-    text: Path | None = None
-    """Plain text in UTF-8; the last 60 % of it are held out."""
-    text_window: int = 512
-    """Tokens of a window of text."""
+    text: tuple[Path, ...] = ()
+    """Plain texts in UTF-8, each a target; the last 60 % of each are held out."""
+    text_window: tuple[int, ...] = (512,)
+    """Tokens of a window of text, each a target."""
     text_limit: int = 100
     """Windows of held-out text."""
     test_limit: int = 500
@@ -90,6 +99,10 @@ def targets_of(flags: TargetFlags) -> dict[str, Task]:
     if f.data is not None:
         for n in f.num_documents:
             targets[f"mdqa, {n} documents"] = make_task("mdqa", data=f.data, num_documents=n, distractors="random")
+        if f.oracle:
+            targets[ORACLE] = make_task("mdqa", data=f.data, mode="oracle")
+    for path in f.documents:
+        targets[f"mdqa, {path.stem}"] = make_task("mdqa", data=path, num_documents=f.num_documents[0])
     return targets
 
 
@@ -98,12 +111,14 @@ def measure(
 ) -> dict[str, Any]:
     """The scores of a candidate on every question of every target, and its nats a token in every window of text.
 
-    `model`: in place of the loaded one. `prefix` decides key-value and needle questions, nothing is generated; mdqa has its own
-    metric, of generated text. A target without plain prompts is left out where the candidate is one on plain prompts.
+    `model`: in place of the loaded one. `prefix` decides key-value and needle questions, nothing is generated; mdqa has two
+    metrics, of generated text: the substring of its first line and, as a target of its own, F1. A target without plain prompts
+    is left out where the candidate is one on plain prompts.
     """
     f = flags
     scores: dict[str, Any] = {}
     model = loaded.model if model is None else model
+    own_documents = {f"mdqa, {path.stem}" for path in f.documents}
     for title, task in targets.items():
         if candidate.plain and task.plain is None:
             continue
@@ -111,22 +126,46 @@ def measure(
             model,
             loaded.tokenizer,
             task,
-            task.examples("test", f.test_limit, 0),
-            slots_of(task, f.positions),
+            task.examples(
+                f.documents_split if title in own_documents else "test", None if title == ORACLE else f.test_limit, 0
+            ),
+            slots_of(task, f.positions if task.num_items > 1 else (0,)),
             [Candidate(BASELINE), candidate] if candidate.plain else [candidate],  # both: they leave out the same questions
-            metrics=default_metrics(task)[:1] if task.name == "mdqa" else ("prefix",),
+            metrics=_metrics(task),
             max_new_tokens=f.max_new_tokens,
             stop_ids=loaded.stop_ids,
             overlength=f.overlength,
             batch_size=f.batch_size,
         )
         scores[title] = _scores(outcome)
-    if f.text is not None and not candidate.plain:
-        windows = Perplexity(data=f.text, window=f.text_window).windows(loaded.tokenizer, "test")[: f.text_limit]
-        nlls = text_nlls(model, windows, candidate, f.batch_size or 4)
-        nats = [float(nll[window.scored :].mean()) for window, nll in zip(windows, nlls, strict=True)]
-        scores[TEXT] = {"metric": "nats a token", "scores": [[value] for value in nats]}
+        if "f1" in outcome.scores:
+            scores[f"{title}, F1"] = {"metric": "f1", "scores": outcome.scores["f1"].tolist()}
+    for title, path, window in text_targets(f):
+        if candidate.plain:
+            continue
+        windows = spaced(Perplexity(data=path, window=window).windows(loaded.tokenizer, "test"), f.text_limit)
+        nlls = text_nlls(model, windows, candidate, f.batch_size or max(1, 2048 // window))
+        quarters = [np.array_split(nll[part.scored :], QUARTERS) for part, nll in zip(windows, nlls, strict=True)]
+        scores[title] = {"metric": "nats a token", "scores": [[float(part.mean()) for part in of] for of in quarters]}
     return {"targets": scores}
+
+
+def text_targets(flags: TargetFlags) -> list[tuple[str, Path, int]]:
+    """Title, file and window (tokens) of each target of plain text."""
+    pairs = [(path, window) for path in flags.text for window in flags.text_window]
+    if len(pairs) == 1:
+        return [(TEXT, *pairs[0])]
+    return [(f"{TEXT}, {path.stem}, windows of {window}", path, window) for path, window in pairs]
+
+
+def is_text(title: str) -> bool:
+    """Is the target plain text, measured in nats a token, where less is better?"""
+    return title.startswith(TEXT)
+
+
+def spaced(windows: Sequence[Window], most: int) -> list[Window]:
+    """At most so many windows, evenly spaced over all of them."""
+    return [windows[i] for i in np.linspace(0, len(windows) - 1, min(most, len(windows))).astype(int)]
 
 
 def compare(ours: Float[np.ndarray, "Q S"], baseline: Float[np.ndarray, "Q S"]) -> dict[str, Any]:
@@ -177,8 +216,8 @@ def settings_record(flags: TargetFlags, *which: str) -> dict[str, Any]:
 
 
 def show(figures: Mapping[str, Any], title: str) -> list[str]:
-    """Baseline, found, difference with its standard error, p: in points, of `TEXT` in nats a token."""
-    scale, digits = (1, 4) if title == TEXT else (100, 1)
+    """Baseline, found, difference with its standard error, p: in points, of plain text in nats a token."""
+    scale, digits = (1, 4) if is_text(title) else (100, 1)
     baseline, found, difference = (scale * figures[name] for name in ("baseline", "found", "difference"))
     error = "" if figures["standard_error"] is None else f" ± {scale * figures['standard_error']:.{digits}f}"
     return [f"{baseline:.{digits}f}", f"{found:.{digits}f}", f"{difference:+.{digits}f}{error}", show_p(figures["p"])]
@@ -239,15 +278,17 @@ def main(s: Settings) -> None:
         for title, ours in record["targets"].items():
             baseline = records[model, BASELINE]["targets"][title]
             figures = compare(np.array(ours["scores"], float), np.array(baseline["scores"], float))
-            by_position = "-" if title == TEXT else " ".join(f"{100 * value:+.1f}" for value in figures["by_position"])
+            scale, digits = (1, 3) if is_text(title) else (100, 1)
+            by_position = " ".join(f"{scale * value:+.{digits}f}" for value in figures["by_position"])
             what = f"{title} ({record['note']})" if record["note"] else title
             rows.append([name, Path(model).name, what, *show(figures, title), by_position])
             summary.append({"factors": name, "model": model, "target": title, "note": record["note"], **figures})
     header = ["factors", "model", "target", "baseline", "found", "found - baseline", "p", "by position"]
     about = (
         f"{s.test_limit} held-out questions a target; accuracy in percent (kv and needle: prefix; mdqa: substring of generated "
-        f"text), differences in points, at positions {' '.join(map(str, s.positions))} %; text in nats a token, where less is "
-        "better. p: paired permutation over questions (windows of text), not corrected for the number of rows.\n"
+        f"text, and F1), differences in points, at positions {' '.join(map(str, s.positions))} %; text in nats a token, by "
+        "quarter of the window, where less is better. p: paired permutation over questions (windows of text), not corrected "
+        "for the number of rows.\n"
     )
     write_tables(
         GridFlags(output_path=s.output_path),
@@ -255,6 +296,12 @@ def main(s: Settings) -> None:
         [about, markdown_table(header, rows)],
         {"settings": used, "pairs": summary},
     )
+
+
+def _metrics(task: Task) -> tuple[str, ...]:
+    if task.name != "mdqa":
+        return ("prefix",)
+    return (*default_metrics(task)[:1], *(metric for metric in task.metrics if metric == "f1"))
 
 
 def _scores(outcome: Outcome) -> dict[str, Any]:

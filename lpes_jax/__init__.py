@@ -10,6 +10,7 @@ texts = lj.generate(model, tokenizer, ["..."], factors)
 result = lj.run_search(lj.preset("quick"))  # what `python -m lpes_jax.search` runs
 """
 
+from lpes_jax import process as process  # first: where this is a command, it takes the process over before JAX is imported
 from lpes_jax.api import generate, logits
 from lpes_jax.curves import bezier
 from lpes_jax.errors import UserError

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
@@ -12,6 +11,7 @@ from lpes_jax.factors import LayerFactors
 from lpes_jax.generation import generate_ids
 from lpes_jax.models.llama.model import Llama, hidden_states, output_logits
 from lpes_jax.rope import Granularity, RopeTable
+from lpes_jax.same_model import check_model
 from lpes_jax.tasks.prompts import token_ids
 
 
@@ -20,15 +20,24 @@ def logits(
     tokens: Int[Array, "B T"],
     factors: LayerFactors | Float[Array, "L *finer"] | None = None,
     granularity: Granularity = "layer",
+    gains: Float[Array, "L *finer"] | None = None,
+    gains_granularity: Granularity = "layer",
+    *,
+    other_model: bool = False,
 ) -> Float[Array, "B T V"]:
     """float32 logits at every position; rows may be padded on the right.
 
-    `factors` is a `LayerFactors`, or an array of `granularity` (`lpes_jax.scale_layers`), in which the logits are
-    differentiable; None leaves the model as it is, and so do factors of 1, bit for bit. Of use in a jitted training step of
+    `factors` is a `LayerFactors`, with its own gains, or an array of `granularity` (`lpes_jax.scale_layers`) beside an array of
+    `gains`, in both of which the logits are differentiable; None leaves the model as it is, and so do factors and gains of 1,
+    bit for bit. Of use in a jitted training step of
     your own, with the model and the factors as its arguments. RoPE of the types `dynamic` and `longrope` goes by T (see
-    `lpes_jax.rope`). Raises UserError for LayerFactors that do not fit the model.
+    `lpes_jax.rope`). Raises UserError for LayerFactors that do not fit the model, and, unless `other_model`, for those found
+    for one of other sizes or another RoPE.
     """
-    return _logits(model, tokens, _table(model, tokens.shape[1], factors, granularity))
+    if isinstance(factors, LayerFactors):
+        check_model(factors, model.config, other_model=other_model, quiet=True)
+    table = model.config.rope_table(tokens.shape[1], factors, granularity, gains, gains_granularity)
+    return _logits(model, tokens, table)
 
 
 def generate(
@@ -37,19 +46,21 @@ def generate(
     prompts: Sequence[str],
     factors: LayerFactors | Float[Array, "L"] | None = None,
     max_new_tokens: int = 100,
+    *,
+    other_model: bool = False,
 ) -> list[str]:
     """The greedy continuation of each prompt, up to the end-of-text token or `max_new_tokens`.
 
-    Raises UserError for factors that do not fit the model.
+    Raises UserError for factors that do not fit the model, and, unless `other_model`, for LayerFactors found for one of other
+    sizes, another RoPE or another tokenizer. (Other weights of the same sizes are not seen here; `evaluate` warns of them.)
     """
     layer_factors = factors if factors is None or isinstance(factors, LayerFactors) else LayerFactors(np.asarray(factors))
     if layer_factors is not None:
-        layer_factors.for_model(model.config.num_layers, model.config.num_kv_heads, model.config.rotary_dim)
+        check_model(layer_factors, model.config, tokenizer=tokenizer, other_model=other_model, quiet=True)
     ids = generate_ids(
         model,
         token_ids(tokenizer, list(prompts)),
-        factors=None if layer_factors is None else layer_factors.factors,
-        granularity="layer" if layer_factors is None else layer_factors.granularity,
+        factors=layer_factors,
         max_new_tokens=max_new_tokens,
         stop=[] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id],
     )
@@ -59,13 +70,3 @@ def generate(
 @jax.jit
 def _logits(model: Llama, tokens: Int[Array, "B T"], table: RopeTable) -> Float[Array, "B T V"]:
     return output_logits(model, hidden_states(model, tokens, table))
-
-
-def _table(
-    model: Llama, length: int, factors: LayerFactors | Float[Array, "L *finer"] | None, granularity: Granularity
-) -> RopeTable:
-    config = model.config
-    if isinstance(factors, LayerFactors):
-        factors.for_model(config.num_layers, config.num_kv_heads, config.rotary_dim)
-        return config.rope_table(length, jnp.asarray(factors.factors, jnp.float32), factors.granularity)
-    return config.rope_table(length, factors, granularity)

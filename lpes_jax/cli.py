@@ -3,7 +3,7 @@
 A verb is a frozen dataclass of flags (tyro makes the parser and the help from it) and a function that takes one. Exit codes:
 0 done, 2 the user's mistake (one line `error: ...` on stderr), 1 a fault of ours (a traceback) or the loss of another process
 (one line), 130 and 143 ended by SIGINT or SIGTERM (one line that says how to go on). Of several processes (lpes_jax.hosts) all
-end with the code of the one that failed.
+end with the code of the one that failed. Streams, signals and the environment of a command's own process: lpes_jax.process.
 """
 
 import contextlib
@@ -11,23 +11,27 @@ import errno
 import io
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
 from importlib import import_module
+from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, TypeVar
 
 import jax
 import tyro
 
-from lpes_jax import hosts
+from lpes_jax import hosts, output, process
 from lpes_jax.compilation import keep_programs
 from lpes_jax.errors import Interrupted, UserError
 from lpes_jax.hosts import HostFlags
+from lpes_jax.limits import check_bounds
 from lpes_jax.memory import out_of_memory
 from lpes_jax.provenance import DETERMINISTIC
 
@@ -68,11 +72,14 @@ def run_verb(
     try:
         with _sigterm():
             flags, host_flags = _parse(defaults, manual, arguments, f"python -m lpes_jax.{name}", many_hosts)
+            check_bounds(flags)  # before processes wait for each other
             if getattr(flags, "deterministic", False):
                 _make_deterministic(arguments)
             hosts.start(host_flags)
+            process.check_devices()
             keep_programs()
-            run(flags)
+            with _output_path(flags, arguments) as flags:
+                run(flags)
             hosts.finish()
     except UserError as error:
         return fail(str(error))
@@ -81,17 +88,27 @@ def run_verb(
             return _fault()
         return fail(f"{error.filename or 'the results'}: cannot be written ({error.strerror}); make room, then start again")
     except jax.errors.JaxRuntimeError as error:
-        if not out_of_memory(error):
-            return _fault()
-        return fail(
-            "the device's memory is full; end what else runs there (nvidia-smi lists it), or set "
-            "XLA_PYTHON_CLIENT_PREALLOCATE=false to share it"
-        )
+        return _full_memory() if out_of_memory(error) else _fault()
+    except MemoryError:
+        return _full_memory()
     except KeyboardInterrupt as stop:
         return hosts.leave(128 + getattr(stop, "number", signal.SIGINT), str(stop) or "interrupted")
     except Exception:
         return _fault()
+    finally:
+        process.settle()
     return 0
+
+
+def _full_memory() -> int:
+    if jax.default_backend() != "gpu":
+        return fail(
+            "the memory is full; give smaller numbers (--batch-size, --limit, --population-size), or end what else runs"
+        )
+    return fail(
+        "the device's memory is full; end what else runs there (nvidia-smi lists it), or set "
+        "XLA_PYTHON_CLIENT_PREALLOCATE=false to share it"
+    )
 
 
 def _fault() -> int:
@@ -107,22 +124,37 @@ def value_of(flag: str, arguments: Sequence[str]) -> str | None:
     """What stands behind `flag` (`--flag value` or `--flag=value`), the last time it is given."""
     value = None
     for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
-        if argument == flag:
-            value = following
-        elif argument.startswith(f"{flag}="):
-            value = argument.partition("=")[2]
+        name, given, rest = argument.partition("=")
+        if name.replace("_", "-") == flag:
+            value = rest if given else following
     return value
 
 
 def fail(message: str) -> int:
     """Say the one line of a user's mistake; returns its exit code."""
-    return hosts.leave(2, "error: " + " ".join(message.split()))
+    return hosts.leave(2, "error: " + process.one_line(message))
+
+
+@contextlib.contextmanager
+def _output_path(flags: Flags, arguments: Sequence[str]) -> Iterator[Flags]:
+    """The flags, with a folder of their own where the user names none: a new one, or with --resume the one written to last."""
+    folder: Path | None = getattr(flags, "output_path", None)
+    with_folder: Any = flags
+    if folder is None or value_of("--output-path", arguments) is not None:
+        yield flags
+    elif getattr(flags, "resume", False) or getattr(flags, "overwrite", False):
+        chosen = hosts.from_first(lambda: output.latest(folder))
+        yield replace(with_folder, output_path=chosen)
+    else:
+        with contextlib.ExitStack() as stack:
+            chosen = hosts.from_first(lambda: stack.enter_context(output.reserved(folder)))
+            yield replace(with_folder, output_path=chosen)
 
 
 @contextlib.contextmanager
 def _sigterm() -> Iterator[None]:
-    """SIGTERM ends what is in here as SIGINT does."""
-    if threading.current_thread() is not threading.main_thread():
+    """SIGTERM ends what is in here as SIGINT does, where this is no command's own process (lpes_jax.process)."""
+    if process.is_ours() or threading.current_thread() is not threading.main_thread():
         yield
         return
 
@@ -143,21 +175,59 @@ def _make_deterministic(arguments: Sequence[str]) -> None:
         os.environ["XLA_FLAGS"] = f"{flags} {DETERMINISTIC}".strip()
 
 
+@contextlib.contextmanager
+def _columns(count: int) -> Iterator[None]:
+    """So many columns has the terminal in here."""
+    before = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = str(count)
+    try:
+        yield
+    finally:
+        os.environ.pop("COLUMNS")
+        if before is not None:
+            os.environ["COLUMNS"] = before
+
+
 def _parse(defaults: Flags, manual: str, arguments: Sequence[str], prog: str, many_hosts: bool) -> tuple[Flags, HostFlags]:
-    # tyro draws its errors as a box; its first paragraph becomes our one line.
-    captured = io.StringIO()
+    """Raises UserError for flags that cannot be."""
     parser: dict[str, Any] = {"prog": prog, "description": manual, "args": list(arguments)}
     parser["config"] = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
     verb, of_hosts = tyro.conf.arg(name=""), tyro.conf.arg(name="many-hosts")
+
+    def parse() -> tuple[Flags, HostFlags]:
+        if not many_hosts:
+            return tyro.cli(type(defaults), default=defaults, **parser), HostFlags()
+        both = tuple[Annotated[type(defaults), verb], Annotated[HostFlags, of_hosts]]
+        return tyro.cli(both, default=(defaults, HostFlags()), **parser)
+
+    # tyro draws its errors as a box; its first paragraph becomes our one line. No terminal, so no colours, and it never wraps.
+    box, nowhere = io.StringIO(), io.TextIOWrapper(io.BytesIO(), "utf-8")
     try:
-        with contextlib.redirect_stderr(captured):
-            if not many_hosts:
-                return tyro.cli(type(defaults), default=defaults, **parser), HostFlags()
-            both = tuple[Annotated[type(defaults), verb], Annotated[HostFlags, of_hosts]]
-            return tyro.cli(both, default=(defaults, HostFlags()), **parser)
+        with contextlib.redirect_stderr(box), contextlib.redirect_stdout(nowhere), _columns(100_000):
+            parsed = parse()
     except SystemExit as stop:
-        if not stop.code:
-            raise
-        lines = [line.strip("│╭╮╰╯─ \n") for line in captured.getvalue().split("────", 2)[-1].splitlines()]
-        text = " ".join(re.split(r"\n\s*\n", "\n".join(lines).strip())[0].split())
-        raise UserError(f"{text} (see {prog} --help)") from None
+        if stop.code:
+            lines = [line.strip("│╭╮╰╯─ \n") for line in box.getvalue().split("────", 2)[-1].splitlines()]
+            text = " ".join(re.split(r"\n\s*\n", "\n".join(lines).strip())[0].split())
+            raise UserError(f"{text} (see {prog} --help)") from None
+        parsed = None
+    if parsed is None:
+        with _columns(max(40, shutil.get_terminal_size().columns)):  # with very few tyro finds no end
+            return parse()  # once more, for the terminal: prints the help, and ends
+    _check_paths(parsed[0], arguments)
+    return parsed
+
+
+def _check_paths(flags: Any, arguments: Sequence[str]) -> None:
+    """Raise UserError for a flag's path that is empty (Python takes that for the working directory) or longer than can be."""
+    for field in fields(flags):
+        flag, path = "--" + field.name.replace("_", "-"), getattr(flags, field.name)
+        if not isinstance(path, Path):
+            continue
+        if value_of(flag, arguments) == "":
+            raise UserError(f"{flag}: give a path, not an empty text")
+        try:
+            os.lstat(path)
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                raise UserError(f"{flag} {path}: {error.strerror}; give another path") from error

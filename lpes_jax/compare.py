@@ -18,7 +18,6 @@ A comparison that was cut off goes on with --resume: methods that were tuned and
 trained and positional channels are looked for once more; where these come out otherwise, that method is tuned anew.)
 """
 
-import hashlib
 import math
 import statistics
 import sys
@@ -32,6 +31,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from lpes_jax import output
 from lpes_jax.cli import run_verb
 from lpes_jax.errors import UserError
 from lpes_jax.evaluation import (
@@ -44,7 +44,8 @@ from lpes_jax.evaluation import (
     slots_of,
     write_samples,
 )
-from lpes_jax.factors import LayerFactors, write_json
+from lpes_jax.factors import LayerFactors, write_json, write_text
+from lpes_jax.limits import check_bounds
 from lpes_jax.methods import Maker
 from lpes_jax.methods.attention_buckets import BASES, attention_buckets
 from lpes_jax.methods.hidden_channel import FACTORS, hidden_channel, positional_channels
@@ -59,11 +60,22 @@ from lpes_jax.provenance import content_sha256, environment
 from lpes_jax.report.html import write_page
 from lpes_jax.report.plots import u_curve
 from lpes_jax.report.progress import SearchProgress
-from lpes_jax.report.tables import console, differences, markdown, position_table
+from lpes_jax.report.tables import Grid, differences, markdown, position_table, show
+from lpes_jax.same_model import check_loaded
 from lpes_jax.scoring import Batch, OptionScorer, Scorer, batch_scores, pack_rows
 from lpes_jax.search.plain_text import text_windows
 from lpes_jax.tasks.flags import TaskFlags, task_of, title_of
-from lpes_jax.tasks.prompts import EncodedPrompt, Overlength, encode, fit, option_prompts
+from lpes_jax.tasks.leaks import count_leaky
+from lpes_jax.tasks.prompts import (
+    EncodedPrompt,
+    Overlength,
+    check_once,
+    check_positions,
+    encode,
+    fit,
+    option_prompts,
+    short_answers,
+)
 from lpes_jax.unfinished import Unfinished, outcome_of, record_of
 
 NAMES = (
@@ -90,12 +102,16 @@ class CompareSettings(TaskFlags):
     model: str = "tiny-retriever"
     """A name in models/zoo, a folder in Hugging Face layout, a .gguf file, or a Hugging Face hub id."""
     output_path: Path = Path("runs/compare")
-    """Folder of the results."""
+    """Folder of the results (where it is not given and taken: runs/compare-2, ...)."""
+    overwrite: bool = False
+    """Replace the finished run of evaluate or compare in --output-path."""
     methods: tuple[str, ...] = ("all",)
     """baseline, uniform, pi, dynamic_ntk, ntk_by_base, yarn, attention_buckets, ms_poe, moice, self_extend, hidden_channel,
     lpes; or all."""
     factors: Path | None = None
     """factors.json of a search, or the zoo's by name (MODEL/NAME): LPES, and PI as their mean."""
+    other_model: bool = False
+    """Take factors that were found for another model (other sizes, RoPE or tokenizer), as far as their shape fits."""
     router: Path | None = None
     """moice: a router that was trained before (default: one is trained, on --text)."""
     text: Path | None = None
@@ -123,6 +139,8 @@ class CompareSettings(TaskFlags):
     """Tokens to generate, where something is (default: the task's)."""
     overlength: Overlength = "error"
     """What becomes of questions too long for the model's window: skip leaves them out at every position, and counts them."""
+    drop_leaky: bool = False
+    """Leave out questions whose gold answer is empty to the metric, or stands in what is beside the fact; they are counted."""
     seed: int = 0
     """Seed of the examples."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -150,6 +168,7 @@ def run_comparison(settings: CompareSettings) -> dict[str, Any]:
     """
     started = time.time()
     names = _names(settings)
+    output.check(settings.output_path, "compare", overwrite=settings.overwrite, resume=settings.resume)
     task = task_of(settings, max_new_tokens=settings.max_new_tokens)
     if settings.task == "perplexity":
         raise UserError("--task perplexity has no positions to compare; use evaluate")
@@ -157,10 +176,14 @@ def run_comparison(settings: CompareSettings) -> dict[str, Any]:
     held_out = task.examples("test", settings.test_limit, settings.seed)
     found = None if settings.factors is None else LayerFactors.load(settings.factors)
     loaded = load(settings.model, settings.dtype)
-    kept = Unfinished(settings.output_path, _config(settings, loaded, found), settings.resume)
+    factors_model = None
+    if found is not None:
+        factors_model = check_loaded(found, loaded, str(settings.factors), settings.other_model)
+    kept = Unfinished(settings.output_path, _config(settings, loaded, found), settings.resume, settings.overwrite)
     with kept.interruptible():
-        record = _compared(settings, names, task, searched, held_out, loaded, found, kept, started)
+        record, shown = _compared(settings, names, task, searched, held_out, loaded, found, factors_model, kept, started)
     kept.drop()
+    show(*shown)
     return record
 
 
@@ -172,9 +195,11 @@ def _compared(
     held_out: Sequence[Any],
     loaded: Loaded,
     found: LayerFactors | None,
+    factors_model: dict[str, Any] | None,
     kept: Unfinished,
     started: float,
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], list[Grid | str]]:
+    """`results.json`, which is written with all other files, and what to print."""
     places = slots_of(task, settings.positions if task.num_items > 1 else (0,))
     config, refused = loaded.model.config, {}
     measured = partial(
@@ -188,6 +213,7 @@ def _compared(
         max_new_tokens=settings.max_new_tokens,
         stop_ids=loaded.stop_ids,
         overlength=settings.overlength,
+        drop_leaky=settings.drop_leaky,
         batch_size=settings.batch_size,
         on_outcome=lambda outcome: kept.keep("measured", outcome.candidate.name, record_of(outcome)),
     )
@@ -199,7 +225,7 @@ def _compared(
                 if choice.maker is not None:
                     choice.maker(config, config.max_position_embeddings)
         except UserError as error:
-            if settings.methods != ("all",):
+            if "all" not in settings.methods:
                 raise
             choices.pop(name, None)
             refused[name] = str(error)
@@ -223,7 +249,8 @@ def _compared(
         outcomes = measured(candidates, earlier=earlier, on_prompts=progress.prompts)
         progress.note("timing")
         costs = _costs(loaded, outcomes[0].prompts[:_TIMED_PROMPTS], candidates, settings.repeats)
-    record = results_record(task, outcomes, places, _as_record(settings) | {"model_identity": loaded.identity}, started)
+    used = _as_record(settings) | {"model_identity": loaded.identity, "factors_model": factors_model}
+    record = results_record(task, outcomes, places, used, started)
     for name, figures in record["methods"].items():
         figures |= {
             "setting": tuned[name][0].setting,
@@ -231,8 +258,7 @@ def _compared(
             **costs[name],
         }
     record |= {"refused": refused, "resumed": settings.resume}
-    _write(settings, loaded, title_of(settings, task), outcomes, places, record)
-    return record
+    return record, _write(settings, loaded, title_of(settings, task), outcomes, places, record)
 
 
 def _config(settings: CompareSettings, loaded: Loaded, found: LayerFactors | None) -> dict[str, Any]:
@@ -240,22 +266,24 @@ def _config(settings: CompareSettings, loaded: Loaded, found: LayerFactors | Non
     files = {name: it for name in ("data", "router", "text") if (it := getattr(settings, name)) is not None}
     contents = {name: content_sha256(path, f"--{name} ") for name, path in files.items()}
     if found is not None:
-        contents["factors"] = hashlib.sha256(found.factors.tobytes()).hexdigest()
+        contents["factors"] = found.sha256
     asked = {name: it for name, it in _as_record(settings).items() if name not in ("output_path", "batch_size")}
     return {"model": loaded.identity, "settings": asked, "sha256": contents, "environment": environment()}
 
 
 def _as_record(settings: CompareSettings) -> dict[str, Any]:
-    flags = {name: value for name, value in asdict(settings).items() if name != "resume"}
+    flags = {name: value for name, value in asdict(settings).items() if name not in ("resume", "overwrite")}
     return {name: str(value) if isinstance(value, Path) else value for name, value in flags.items()}
 
 
 def _names(settings: CompareSettings) -> tuple[str, ...]:
-    for name in ("limit", "test_limit", "budget", "repeats", "router_steps", "channel_strings"):
-        if getattr(settings, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(settings, name)}")
-    if settings.methods == ("all",):
+    check_bounds(settings)
+    check_positions(settings.positions)
+    check_once(settings.metrics, "--metrics")
+    if set(settings.methods) == {"all"}:
         return NAMES
+    if "all" in settings.methods:
+        raise UserError(f"--methods {' '.join(settings.methods)}: all names every method; give it alone, or leave it out")
     if unknown := [name for name in settings.methods if name not in NAMES]:
         raise UserError(f"--methods {unknown[0]!r} is not known; the methods are: all, {', '.join(NAMES)}")
     return tuple(dict.fromkeys((BASELINE, *settings.methods)))
@@ -323,8 +351,9 @@ def _scorer(
 ) -> Scorer | OptionScorer | None:
     """What tunes settings; None where the task has no short answers to expect: then the first setting is taken."""
     window = loaded.model.config.max_position_embeddings
+    asked, _ = count_leaky([task.prompt(example, *place) for example in examples for place in places], settings.drop_leaky)
     prompts = fit(
-        [task.prompt(example, *place) for example in examples for place in places],
+        asked,
         loaded.tokenizer,
         window,
         max_prompt_tokens=task.max_prompt_tokens,
@@ -334,7 +363,7 @@ def _scorer(
         return OptionScorer(
             loaded.model, loaded.tokenizer, prompts, batch_size=settings.batch_size, individuals=settings.budget
         )
-    if not prompts or not all(prompt.answers for prompt in prompts):
+    if not prompts or not short_answers(prompts):
         return None
     return Scorer(
         loaded.model, encode(prompts, loaded.tokenizer, window), batch_size=settings.batch_size, individuals=settings.budget
@@ -414,43 +443,36 @@ def _write(
     outcomes: Sequence[Any],
     places: Sequence[tuple[int, int]],
     record: dict[str, Any],
-) -> None:
-    folder = settings.output_path
-    _make(folder)
+) -> list[Grid | str]:
+    """Write the folder; what to print."""
     positions = [position for _, position in places]
     title = f"{loaded.identity['name']}, {what}, {len(outcomes[0].main)} held-out questions"
-    write_samples(folder / "samples.jsonl", outcomes)
-    write_json(folder / "results.json", record)
     curves = {outcome.candidate.name: (outcome.main.mean(axis=0).tolist(), len(outcome.main)) for outcome in outcomes}
-    picture = u_curve(folder / "positions", positions, curves, title)[1]
-    lines = ["| method | passes a token | ms a prompt | against baseline | memory (MiB) | setting |"]
-    lines.append("| --- | ---: | ---: | ---: | ---: | --- |")
+    header = ["method", "passes a token", "ms a prompt", "against baseline", "memory (MiB)", "setting"]
+    cells: list[list[str]] = []
     for name, it in record["methods"].items():
         memory = "-" if it["program_memory_bytes"] is None else f"{it['program_memory_bytes'] / 2**20:.0f}"
-        cost = f"{1000 * it['seconds_per_prompt']:.2f} | {it['seconds_against_baseline']:.2f}"
-        lines.append(f"| {name} | {it['passes_per_token']:g} | {cost} | {memory} | {it['setting'] or '-'} |")
-    lines += [f"\n{name}: left out. {reason}" for name, reason in record["refused"].items()]
-    table_rows, costs = rows(outcomes), "\n".join(lines)
+        seconds = [f"{1000 * it['seconds_per_prompt']:.2f}", f"{it['seconds_against_baseline']:.2f}"]
+        cells.append([name, f"{it['passes_per_token']:g}", *seconds, memory, it["setting"] or "-"])
+    left_out = [f"{name}: left out. {reason}" for name, reason in record["refused"].items()]
+    table = (header, ["---", *["---:"] * 4, "---"], *cells)
+    lines = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in table]
+    table_rows, costs = rows(outcomes), "\n".join([*lines, *(f"\n{line}" for line in left_out)])
     compared = differences(record["methods"])
     text = f"{title}\n\n{markdown(table_rows, positions)}\n\n{compared}\n\n{costs}\n"
-    (folder / "results.md").write_text(text, encoding="utf-8")
-    write_page(folder, "compare", f"Compare: {title}", settings, record, text, {"Accuracy by position": picture})
-    out = console()
-    out.print(position_table(table_rows, positions, title))
-    out.print(costs, highlight=False, soft_wrap=True, markup=False)
-    out.print(
-        f"p is against the baseline, over questions; results.md has it after Holm's correction for all {len(outcomes) - 1} "
-        f"comparisons, too. results: {folder}",
-        highlight=False,
-        soft_wrap=True,
-    )
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--output-path {folder}: cannot be written ({error.strerror})") from error
+    with output.staged(settings.output_path) as folder:
+        write_samples(folder / "samples.jsonl", outcomes)
+        picture = u_curve(folder / "positions", positions, curves, title)[1]
+        write_text(folder / "results.md", text)
+        write_page(folder, "compare", f"Compare: {title}", settings, record, text, {"Accuracy by position": picture})
+        write_json(folder / "results.json", record)
+    corrected = f"Holm's correction for all {len(outcomes) - 1} comparisons"
+    return [
+        position_table(table_rows, positions, title),
+        Grid("what it costs", header, cells),
+        *left_out,
+        f"p is against the baseline, over questions; results.md has it after {corrected}, too. results: {settings.output_path}",
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -11,6 +11,7 @@ Examples:
 Exit code 0 if every check passes, 1 if one fails, 2 if the model cannot be loaded.
 """
 
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -23,12 +24,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Float
-from rich.table import Table
 
-from lpes_jax import compilation
+from lpes_jax import compilation, process
 from lpes_jax.api import logits
 from lpes_jax.cli import run_verb
 from lpes_jax.errors import UserError
+from lpes_jax.limits import check_bounds
 from lpes_jax.models.llama import Loaded, load
 from lpes_jax.models.llama.attention import runs_on_cudnn
 from lpes_jax.models.llama.checkpoint import Checkpoint, open_checkpoint, save_llama
@@ -36,7 +37,7 @@ from lpes_jax.models.llama.generate import greedy
 from lpes_jax.models.llama.method import of_table
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.models.zoo import resolve
-from lpes_jax.report.tables import console
+from lpes_jax.report.tables import Grid, show
 from lpes_jax.rope import cos_sin
 from lpes_jax.tasks.key_value import KeyValue
 from lpes_jax.tasks.prompts import token_ids
@@ -74,23 +75,16 @@ def run_doctor(settings: DoctorSettings) -> list[Check]:
 
     Raises UserError where the model cannot be loaded, and where torch is asked for and missing.
     """
-    if settings.num_tokens < 8:
-        raise UserError(f"--num-tokens must be at least 8, got {settings.num_tokens}")
+    check_bounds(settings)
     if settings.compare_with_transformers:
         _torch()
     checkpoint = open_checkpoint(resolve(settings.model))
     loaded = load(settings.model, settings.dtype)
-    out = console()
-    facts = Table(title=f"{settings.model}: what was understood", show_header=False, title_justify="left")
-    for name, value in understood(checkpoint, loaded):
-        facts.add_row(name, value)
-    out.print(facts)
-    verdicts = Table("check", "verdict", "measured", title="self-checks", title_justify="left")
-    checks = []
-    for check in self_checks(loaded, settings):
-        checks.append(check)
-        verdicts.add_row(check.name, "[green]ok[/]" if check.passed else "[red]FAILED[/]", check.measured)
-    out.print(verdicts)
+    show(Grid(f"{settings.model}: what was understood", None, list(understood(checkpoint, loaded)), right=False))
+    checks = list(self_checks(loaded, settings))
+    verdicts = [(check.name, "ok" if check.passed else "FAILED", check.measured) for check in checks]
+    styles = {"ok": "green", "FAILED": "red"}
+    show(Grid("self-checks", ("check", "verdict", "measured"), verdicts, right=False, styles=styles))
     return checks
 
 
@@ -224,7 +218,7 @@ def _transformers_agrees(loaded: Loaded, tokens: list[int], settings: DoctorSett
     from transformers import AutoModelForCausalLM
 
     model = loaded.model if loaded.identity["dtype"] == "float32" else load(settings.model, "float32").model
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, process.cleaning(lambda: shutil.rmtree(folder)):
         save_llama(model, Path(folder))
         theirs: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.inference_mode():

@@ -5,6 +5,21 @@ generating. Every other metric is a task's own (`task.metrics`): of generated te
 often fail on how an answer begins and not on finding it, so the same model is measured on plain prompts beside the ones
 with an opener.
 
+Counts that `results.json` has of each candidate (`COUNTS`), of questions, prompts and outputs:
+
+    questions_skipped                   too long for the window, and left out (`--overlength skip`)
+    questions_gold_empty                a gold answer is empty by the metric's own normalisation (`lpes_jax.tasks.leaks`)
+    questions_answer_in_distractors     what stands beside the fact holds the answer too (there)
+    questions_dropped                   of these two, left out (`--drop-leaky`)
+    prompts_cut                         shortened as the benchmark does it
+    outputs_empty                       nothing but white space was generated
+    outputs_ended_by_length             all tokens that were allowed were generated
+    outputs_with_unknown_ids            with an id that the tokenizer has not
+    verdicts_changed_alone              see below
+
+The first four are those of all questions that were asked for; a search has the same of its own questions as
+`selection.search_questions`.
+
 In 16 bits a verdict can hang on how a batch is shaped: two tokens nearly as likely as each other change places. How many do is
 counted on the first prompts, which are scored once more, each alone (`verdicts_changed_alone`; not of methods, each of which
 would have to be compiled again).
@@ -45,13 +60,14 @@ from lpes_jax.statistics import (
     wilson_interval,
 )
 from lpes_jax.tasks import prompts as task_prompts
+from lpes_jax.tasks.leaks import count_leaky
 from lpes_jax.tasks.metrics import ROUGE, begins_with, corpus_rouge
 from lpes_jax.tasks.prompts import EncodedPrompt, Overlength, Prompt, Task
 
 PLAIN, BASELINE = "plain prompt", "baseline"
 COUNTS = (
-    *("questions_skipped", "prompts_cut", "outputs_empty", "outputs_ended_by_length", "outputs_with_unknown_ids"),
-    "verdicts_changed_alone",
+    *("questions_skipped", "questions_gold_empty", "questions_answer_in_distractors", "questions_dropped", "prompts_cut"),
+    *("outputs_empty", "outputs_ended_by_length", "outputs_with_unknown_ids", "verdicts_changed_alone"),
 )
 ALONE = 32  # prompts that are scored alone as well
 Report = Callable[[int], None]
@@ -104,10 +120,24 @@ def default_metrics(task: Task) -> tuple[str, ...]:
 
 
 def slots_of(task: Task, positions: Sequence[int], slots: Sequence[int] | None = None) -> list[tuple[int, int]]:
-    """(slot, position in percent) of each place to measure: of `slots`, where they are named, else of `positions`."""
-    if slots:
-        return [(slot, task_prompts.position(slot, task.num_items)) for slot in slots]
-    return [(task_prompts.slot(position, task.num_items), position) for position in positions]
+    """(slot, position in percent) of each place to measure: of `slots`, where they are named, else of `positions`.
+
+    Raises UserError for a slot or position that is not there, one that is named twice, and two slots at one position: results
+    go by position.
+    """
+    if not slots:
+        task_prompts.check_positions(positions)
+        return [(task_prompts.slot(position, task.num_items), position) for position in positions]
+    task_prompts.check_once(slots, "--slots")
+    places = [(slot, task_prompts.position(slot, task.num_items)) for slot in slots]
+    by_position: dict[int, int] = {}
+    for slot, position in places:
+        if (other := by_position.setdefault(position, slot)) != slot:
+            raise UserError(
+                f"--slots {other} and {slot} of {task.num_items} both stand at {position} %, and results go by position; "
+                "give slots that are further apart, or one of them"
+            )
+    return places
 
 
 def evaluate(
@@ -123,6 +153,7 @@ def evaluate(
     stop_ids: Sequence[int] = (),
     stop: Sequence[str] = (),
     overlength: Overlength = "error",
+    drop_leaky: bool = False,
     batch_size: int | None = None,
     on_prompts: Report = lambda count: None,
     measured: dict[Any, Outcome] | None = None,
@@ -136,7 +167,7 @@ def evaluate(
     new one as it comes.
 
     Raises UserError for a metric that the task has not, for prompts that are too long (`overlength`: or leaves their questions
-    out), and for fewer new tokens than the longest gold answer has.
+    out), and for fewer new tokens than the longest gold answer has. `drop_leaky` is `lpes_jax.tasks.leaks.count_leaky`'s.
     """
     known = ("prefix", *task.metrics) if task.decided_by == "generation" else task.metrics
     if unknown := [metric for metric in metrics if metric not in known]:
@@ -145,19 +176,19 @@ def evaluate(
     generates = task.decided_by == "generation" and any(metric != "prefix" for metric in metrics)
     measure = _Measure(model, tokenizer, metrics, new_tokens if generates else 0, stop_ids, stop, batch_size, on_prompts)
     fitted = {
-        plain: measure.fit(version, examples, places, overlength)
+        plain: measure.fit(version, examples, places, overlength, drop_leaky)
         for plain, version in ((True, task.plain), (False, task))
         if version is not None and any(candidate.plain == plain for candidate in candidates)
     }
-    left_out = {example for fit in fitted.values() for example in fit.skipped}
+    left_out = {example for fit, _ in fitted.values() for example in fit.skipped}
     measured, outcomes = {} if measured is None else measured, []
-    for plain, fit in fitted.items():
+    for plain, (fit, counts) in fitted.items():
         version = task.plain if plain else task
         assert version is not None
         prompts = [prompt for prompt in fit.prompts if prompt.example not in left_out]
         if not prompts:
             raise UserError(f"--overlength skip leaves out all {len(examples)} questions; use fewer items a prompt")
-        counts = {"questions_skipped": len(left_out), "prompts_cut": sum(prompt.was_cut for prompt in prompts)}
+        counts |= {"questions_skipped": len(left_out), "prompts_cut": sum(prompt.was_cut for prompt in prompts)}
         asked = (
             version,
             tuple(places),
@@ -197,8 +228,7 @@ def _key(candidate: Candidate, num_layers: int) -> Any:
     """What decides a candidate's outcome on given prompts."""
     if candidate.method is not None:
         return candidate.method
-    factors = candidate.factors or LayerFactors.uniform(1.0, num_layers)
-    return factors.granularity, factors.factors.shape, factors.factors.tobytes()
+    return (candidate.factors or LayerFactors.uniform(1.0, num_layers)).key
 
 
 @dataclass(frozen=True)
@@ -215,11 +245,13 @@ class _Measure:
     on_prompts: Report
 
     def fit(
-        self, task: Task, examples: Sequence[Any], places: Sequence[tuple[int, int]], overlength: Overlength
-    ) -> task_prompts.Fitted:
+        self, task: Task, examples: Sequence[Any], places: Sequence[tuple[int, int]], overlength: Overlength, drop_leaky: bool
+    ) -> tuple[task_prompts.Fitted, dict[str, int]]:
+        """The prompts that fit, and the counts of leaky questions."""
         prompts = [task.prompt(example, slot, position) for example in examples for slot, position in places]
+        prompts, counts = count_leaky(prompts, drop_leaky)
         window = self.model.config.max_position_embeddings
-        return task_prompts.fit(
+        fitted = task_prompts.fit(
             prompts,
             self.tokenizer,
             window,
@@ -227,6 +259,7 @@ class _Measure:
             new_tokens=self.new_tokens,
             overlength=overlength,
         )
+        return fitted, counts
 
     def outcomes(
         self, task: Task, prompts: list[Prompt], num_places: int, candidates: Sequence[Candidate], counts: dict[str, int]
@@ -240,6 +273,8 @@ class _Measure:
             verdicts = OptionScorer(self.model, self.tokenizer, prompts, batch_size=self.batch_size, individuals=count)
             alone = OptionScorer(self.model, self.tokenizer, prompts[:ALONE], batch_size=1, individuals=count) if half else None
         elif "prefix" in self.metrics:
+            if not task_prompts.short_answers(prompts):
+                raise UserError(f"--metrics prefix: --task {task.name} has no short answers that an output could begin with")
             verdicts = Scorer(self.model, encoded, batch_size=self.batch_size, individuals=count)
             alone = Scorer(self.model, encoded[:ALONE], batch_size=1, individuals=count) if half else None
         if self.new_tokens:
@@ -274,7 +309,13 @@ class _Measure:
         self, scorer: Scorer | OptionScorer, candidate: Candidate, factors: LayerFactors, on_prompts: Report
     ) -> tuple[Bool[np.ndarray, "N"], Float[np.ndarray, "N"]]:
         if candidate.method is None:
-            correct, log_likelihood = scorer(factors.factors[None], factors.granularity, on_prompts)
+            correct, log_likelihood = scorer(
+                factors.factors[None],
+                factors.granularity,
+                on_prompts,
+                gains=None if factors.gains is None else factors.gains[None],
+                gains_granularity=factors.gains_granularity or "layer",
+            )
         else:
             method = candidate.method(self.model.config, scorer.longest)
             correct, log_likelihood = scorer.of_method(method, on_prompts)
@@ -287,8 +328,7 @@ class _Measure:
         ids = generate_ids(
             self.model,
             [prompt.ids for prompt in encoded],
-            factors=factors.factors,
-            granularity=factors.granularity,
+            factors=factors,
             make_method=None if outcome.candidate.method is None else partial(outcome.candidate.method, self.model.config),
             max_new_tokens=self.new_tokens,
             stop=self.stop_ids,
@@ -346,10 +386,11 @@ def results_record(
     `started`: when the run did, in seconds as `time.time` has them.
     """
     methods, last = figures_of(outcomes, places), outcomes[-1]
+    left_out = last.counts["questions_skipped"] + last.counts.get("questions_dropped", 0)
     return {
         "results": {task.name: {"alias": task.name, **methods[last.candidate.name]}},
         "methods": methods,
-        "n-samples": {task.name: {"original": len(last.main) + last.counts["questions_skipped"], "effective": len(last.main)}},
+        "n-samples": {task.name: {"original": len(last.main) + left_out, "effective": len(last.main)}},
         "config": config,
         "data_sha256": None if config.get("data") is None else content_sha256(Path(config["data"])),
         "prompts_sha256": prompts_sha256(last.prompts),
@@ -394,12 +435,12 @@ def figures_of(outcomes: Sequence[Outcome], places: Sequence[tuple[int, int]]) -
     return methods
 
 
-def write_samples(path: Path, outcomes: Sequence[Outcome]) -> None:
-    """`samples.jsonl`: one line a candidate and prompt. The same run writes the same bytes."""
-    with path.with_name(path.name + ".part").open("w", encoding="utf-8") as file:
-        for outcome in outcomes:
+def write_samples(path: Path, outcomes: Sequence[Outcome], tasks: Sequence[str] = ()) -> None:
+    """`samples.jsonl`: one line a candidate and prompt. The same run writes the same bytes. `tasks`: each outcome's."""
+    with path.with_name(path.name + ".part").open("w", encoding="utf-8", errors="backslashreplace") as file:
+        for number, outcome in enumerate(outcomes):
             for at, prompt in enumerate(outcome.prompts):
-                sample: dict[str, Any] = {
+                sample: dict[str, Any] = ({"task": tasks[number]} if tasks else {}) | {
                     "method": outcome.candidate.name,
                     "example": prompt.example,
                     "position": prompt.position,
@@ -415,6 +456,8 @@ def write_samples(path: Path, outcomes: Sequence[Outcome]) -> None:
                 if outcome.outputs is not None and outcome.output_tokens is not None:
                     output = outcome.outputs[at]
                     sample |= {"output": output, "output_tokens": outcome.output_tokens[at], "empty": not output.strip()}
+                if prompt.faults:
+                    sample["faults"] = list(prompt.faults)
                 if prompt.details:
                     sample["details"] = dict(prompt.details)
                 file.write(json.dumps(sample, ensure_ascii=False) + "\n")

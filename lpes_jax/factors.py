@@ -1,7 +1,19 @@
-"""LayerFactors: the file that a search leaves and every other verb reads (`factors.json`, format lpes-factors/1)."""
+"""LayerFactors: the file that a search leaves and every other verb reads (`factors.json`, format lpes-factors/2).
 
+    factors              numbers by layer, as `granularity` says; null: the frequency stands still (an infinite factor)
+    granularity          layer, layer_band, layer_group or layer_group_band
+    gains                what each frequency's part of q . k is multiplied by, of a granularity of its own; null: 1
+    gains_granularity    as above; null where there are no gains
+    model, curve, rope, search, evaluation    where they come from
+
+Format lpes-factors/1, which is read as well, has no gains and no null among its factors.
+"""
+
+import hashlib
 import json
 import os
+import zlib
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,8 +22,10 @@ import numpy as np
 
 from lpes_jax.errors import UserError
 from lpes_jax.rope import GRANULARITIES, Granularity
+from lpes_jax.text_files import read_text
 
-FORMAT = "lpes-factors/1"
+FORMAT, APPLIES_TO = "lpes-factors/2", "position / factor"
+_FORMATS = ("lpes-factors/1", FORMAT)
 _RANK = {"layer": 1, "layer_band": 2, "layer_group": 2, "layer_group_band": 3}
 _ZOO = Path(__file__).parent / "models" / "zoo"
 
@@ -20,13 +34,16 @@ _ZOO = Path(__file__).parent / "models" / "zoo"
 class LayerFactors:
     """Scaling factors of a model: layer l rotates by angle (position / factor) x inverse frequency.
 
-    `factors` is `[L]`, `[L, bands]`, `[L, K]` or `[L, K, bands]`, as `granularity` says (`lpes_jax.rope.scale_layers`). The
-    other fields record where they come from: the model (name, num_layers, sha256), the curve, the model's RoPE, the search
-    and its held-out evaluation.
+    `factors` is `[L]`, `[L, bands]`, `[L, K]` or `[L, K, bands]`, as `granularity` says (`lpes_jax.rope.scale_layers`); an
+    infinite one lets its frequency stand still. `gains`, of `gains_granularity` (left out: layer), multiply each frequency's
+    part of q . k (`lpes_jax.rope.RopeTable`); None: 1. The other fields record where they come from: the model (name, sha256,
+    sizes and tokenizer: `lpes_jax.same_model`), the curve, the model's RoPE, the search and its held-out evaluation.
     """
 
     factors: np.ndarray
     granularity: Granularity = "layer"
+    gains: np.ndarray | None = None
+    gains_granularity: Granularity | None = None
     model: dict[str, Any] = field(default_factory=dict)
     curve: dict[str, Any] | None = None
     rope: dict[str, Any] = field(default_factory=dict)
@@ -34,7 +51,13 @@ class LayerFactors:
     evaluation: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "factors", _checked(self.factors, self.granularity))
+        object.__setattr__(self, "factors", _checked(self.factors, self.granularity, infinite=True))
+        granularity = None if self.gains is None else self.gains_granularity or "layer"
+        gains = None if granularity is None else _checked(self.gains, granularity, "gains")
+        if gains is not None and len(gains) != len(self.factors):
+            raise UserError(f"gains of {len(gains)} layers do not go with factors of {len(self.factors)}")
+        object.__setattr__(self, "gains", gains)
+        object.__setattr__(self, "gains_granularity", granularity)
 
     @classmethod
     def uniform(cls, factor: float, num_layers: int) -> "LayerFactors":
@@ -45,45 +68,95 @@ class LayerFactors:
     def num_layers(self) -> int:
         return len(self.factors)
 
+    @property
+    def mean(self) -> float:
+        """The mean factor: that of position interpolation. Where frequencies stand still, 1 / the mean multiplier."""
+        if np.isfinite(self.factors).all():
+            return float(self.factors.mean())
+        multiplier = float((1 / self.factors).mean())
+        return 1 / multiplier if multiplier else float("inf")
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What decides how a model answers with them: equal keys, equal answers. Gains of 1 are none."""
+        key = self.granularity, self.factors.shape, self.factors.tobytes()
+        if self.gains is None or (self.gains == 1).all():
+            return key
+        return *key, self.gains_granularity, self.gains.shape, self.gains.tobytes()
+
+    @property
+    def content(self) -> list[Any]:
+        """Granularity and factors, and those of gains where there are, as JSON has them: what records tell files apart by."""
+        content = [self.granularity, json_of(self.factors)]
+        return content if len(self.key) == 3 else [*content, self.gains_granularity, self.numbers["gains"]]
+
+    @property
+    def sha256(self) -> str:
+        """Of the factors' bytes, and of all of `key` where there are gains."""
+        key = self.key
+        return hashlib.sha256(key[2] if len(key) == 3 else repr(key).encode()).hexdigest()
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """Factors and gains with their granularities, as JSON has them."""
+        return {
+            "factors": json_of(self.factors),
+            "granularity": self.granularity,
+            "gains": None if self.gains is None else self.gains.tolist(),
+            "gains_granularity": self.gains_granularity,
+        }
+
     def for_model(self, num_layers: int, num_kv_heads: int, head_dim: int, where: str = "factors") -> "LayerFactors":
-        """Itself, if it fits a model of these sizes; else UserError."""
+        """Itself, if its shape fits a model of these sizes (`head_dim`: the rotated part of a head); else UserError."""
         if self.num_layers != num_layers:
             raise UserError(
                 f"{where}: {self.num_layers} layers of factors, but the model has {num_layers}; use factors found for it"
             )
-        if "group" in self.granularity and self.factors.shape[1] != num_kv_heads:
-            raise UserError(f"{where}: {self.factors.shape[1]} KV groups of factors, but the model has {num_kv_heads}")
-        if "band" in self.granularity and (head_dim // 2) % self.factors.shape[-1]:
-            raise UserError(
-                f"{where}: {self.factors.shape[-1]} bands do not divide the model's {head_dim // 2} frequencies a head"
-            )
+        for what, values, granularity in (
+            ("factors", self.factors, self.granularity),
+            ("gains", self.gains, self.gains_granularity),
+        ):
+            if values is None or granularity is None:
+                continue
+            if "group" in granularity and values.shape[1] != num_kv_heads:
+                raise UserError(f"{where}: {values.shape[1]} KV groups of {what}, but the model has {num_kv_heads}")
+            if "band" in granularity and (head_dim // 2) % values.shape[-1]:
+                of_gains = " of gains" if what == "gains" else ""
+                raise UserError(
+                    f"{where}: {values.shape[-1]} bands{of_gains} do not divide the model's {head_dim // 2} frequencies a head"
+                )
         return self
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the JSON file, whole or not at all."""
-        record = {"format": FORMAT, "applies_to": "position / factor", **asdict(self)}
-        record["factors"] = self.factors.tolist()
-        write_json(Path(path), record)
+        write_json(Path(path), {"format": FORMAT, "applies_to": APPLIES_TO, **asdict(self), **self.numbers})
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "LayerFactors":
         """Read a JSON file, or factors of the zoo by name: `MODEL/NAME`, or `NAME` where only one model has such.
 
         A name of the zoo always means the zoo's. Raises UserError where the file is missing, not JSON, of another format, or
-        holds unusable factors.
+        holds unusable factors. Whether they are those of a model: `lpes_jax.same_model`.
         """
         path = _zoo_file(Path(path)) or Path(path)
         record = read_json(path)
-        if not isinstance(record, dict) or record.get("format") != FORMAT:
+        if not isinstance(record, dict) or record.get("format") not in _FORMATS:
             raise UserError(f"{path}: not a {FORMAT} file; give the factors.json that a search wrote")
         if "factors" not in record:
             raise UserError(f"{path}: factors are missing; give the factors.json that a search wrote")
+        if (applies_to := record.get("applies_to", APPLIES_TO)) != APPLIES_TO:
+            raise UserError(f"{path}: applies_to {applies_to!r:.60} is not supported; factors apply to {APPLIES_TO!r} here")
+        for name in ("model", "curve", "rope", "search", "evaluation"):
+            if not isinstance(record.get(name), dict | None):
+                raise UserError(f"{path}: {name} must be a JSON object, got {record[name]!r:.60}")
         try:
-            factors = _checked(record["factors"], record.get("granularity", "layer"))
+            new = record["format"] == FORMAT
+            factors = _read(record["factors"], record.get("granularity", "layer"), nulls=new)
+            others = ("granularity", "model", "curve", "rope", "search", "evaluation")
+            others += ("gains", "gains_granularity") if new else ()
+            return cls(factors, **{name: record[name] for name in others if record.get(name) is not None})
         except UserError as error:
             raise UserError(f"{path}: {error}") from error
-        others = ("granularity", "model", "curve", "rope", "search", "evaluation")
-        return cls(factors, **{name: record[name] for name in others if name in record})
 
 
 def _zoo_file(name: Path) -> Path | None:
@@ -92,7 +165,7 @@ def _zoo_file(name: Path) -> Path | None:
     found = [key for key in zoo if name.as_posix() in (key, key.partition("/")[2])]
     if len(found) > 1:
         raise UserError(f"factors {name} are there for several models; say which: {', '.join(found)}")
-    if not found and not name.suffix and not name.exists():
+    if not found and not name.suffix and not os.path.exists(name):
         raise UserError(f"{name}: no such factors.json, and no factors of the zoo; it has: {', '.join(zoo)}")
     return zoo[found[0]] if found else None
 
@@ -100,33 +173,58 @@ def _zoo_file(name: Path) -> Path | None:
 def read_json(path: Path) -> Any:
     """The contents of a JSON file; UserError where it is missing or not JSON."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+        return json.loads(read_text(path))
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
     except ValueError as error:
         raise UserError(f"{path}: not a JSON file ({error})") from error
 
 
 def write_json(path: Path, record: Any) -> None:
     """Write JSON under a temporary name and rename it when it is on the disk, so that no reader ever sees half a file."""
-    temporary, text = path.with_name(path.name + ".part"), json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False)
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text + "\n")
+    write_text(path, json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a UTF-8 file likewise. A byte of a path that is no text is written as its escape, which JSON can read."""
+    temporary = path.with_name(path.name + ".part")
+    with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
 
 
-def _checked(factors: Any, granularity: Any) -> np.ndarray:
+def json_of(factors: np.ndarray) -> list:
+    """Factors as JSON has them: null for an infinite one."""
+    return _each(lambda factor: None if factor == np.inf else factor, factors.tolist())
+
+
+def _each(change: Callable[[Any], Any], values: Any) -> Any:
+    """Nested lists with each of their values changed."""
+    return [_each(change, value) for value in values] if isinstance(values, list) else change(values)
+
+
+def _read(factors: Any, granularity: Any, *, nulls: bool) -> np.ndarray:
+    """Factors of a file, whose numbers are finite; `nulls`: null is an infinite one."""
+    if not nulls:
+        return _checked(factors, granularity)
+    finite = _checked(_each(lambda factor: 1.0 if factor is None else factor, factors), granularity)
+    return np.where(np.array(_each(lambda factor: factor is None, factors)), np.inf, finite)
+
+
+def _checked(values: Any, granularity: Any, what: str = "factors", *, infinite: bool = False) -> np.ndarray:
     if granularity not in GRANULARITIES:
         raise UserError(f"granularity {granularity!r} is not one of {', '.join(GRANULARITIES)}")
     try:
-        array = np.asarray(factors, np.float64)
+        array = np.asarray(values, np.float64)
     except (TypeError, ValueError) as error:
-        raise UserError("factors must be numbers, the same count in every layer") from error
+        raise UserError(f"{what} must be numbers, the same count in every layer") from error
     if array.ndim != _RANK[granularity] or not array.size:
-        raise UserError(f"granularity {granularity} needs factors of {_RANK[granularity]} axes, got shape {list(array.shape)}")
-    if not (np.isfinite(array) & (array > 0)).all():
-        bad = array[~(np.isfinite(array) & (array > 0))][0]
-        raise UserError(f"factors must be finite and above 0, got {bad}")
+        raise UserError(f"granularity {granularity} needs {what} of {_RANK[granularity]} axes, got shape {list(array.shape)}")
+    finite = np.isfinite(array) | (infinite & (array == np.inf))
+    good = finite & ((array >= 0) if what == "gains" else (array > 0))
+    if not good.all():
+        bounds = "not below 0" if what == "gains" else "above 0"
+        raise UserError(f"{what} must be finite and {bounds}, got {array[~good][0]}")
     return array

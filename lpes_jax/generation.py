@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from lpes_jax.factors import LayerFactors
 from lpes_jax.memory import out_of_memory, tokens_of_a_compilation, tokens_that_fit, tokens_worth_it
 from lpes_jax.mesh import least, mesh_of, to_host
 from lpes_jax.models.llama.generate import greedy
@@ -54,13 +55,16 @@ class GeneratedScorer:
         factors: Float[np.ndarray, "P ..."],
         granularity: Granularity = "layer",
         on_prompts: Callable[[int], None] = lambda count: None,
+        *,
+        gains: Float[np.ndarray, "P ..."] | None = None,
+        gains_granularity: Granularity = "layer",
     ) -> Scores:
         """As `Scorer`'s."""
         rows = []
-        for individual in factors:
-            ids = generate_ids(
-                self._model, self._ids, factors=individual, granularity=granularity, on_prompts=on_prompts, **self._settings
-            )
+        for at, individual in enumerate(factors):
+            of_individual = None if gains is None else gains[at]
+            found = LayerFactors(individual, granularity, of_individual, gains_granularity)
+            ids = generate_ids(self._model, self._ids, factors=found, on_prompts=on_prompts, **self._settings)
             outputs = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
             rows.append([self._score(output, prompt) for output, prompt in zip(outputs, self._prompts, strict=True)])
         scores = np.array(rows, np.float32).reshape(len(factors), self.num_prompts)
@@ -71,7 +75,7 @@ def generate_ids(
     model: Llama,
     prompts: Sequence[Sequence[int]],
     *,
-    factors: Float[np.ndarray, "..."] | None = None,
+    factors: LayerFactors | Float[np.ndarray, "..."] | None = None,
     granularity: Granularity = "layer",
     make_method: Callable[[int], Method] | None = None,
     max_new_tokens: int = 100,
@@ -82,13 +86,13 @@ def generate_ids(
 ) -> list[list[int]]:
     """Greedy continuations of token ids, in the order of the prompts, each cut before the first id of `stop` (or behind it).
 
-    By the model with `factors`, or by the method that `make_method` makes for a length in tokens. `batch_size` is prompts a
-    pass and device.
+    By the model with `factors` (an array is of `granularity`, without gains), or by the method that `make_method` makes for a
+    length in tokens. `batch_size` is prompts a pass and device.
     """
     check_ids(model, prompts)
     longest = max(len(ids) for ids in prompts)
     if make_method is None:
-        scaled = None if factors is None else jnp.asarray(factors, jnp.float32)
+        scaled = jnp.asarray(factors, jnp.float32) if isinstance(factors, np.ndarray) else factors
         method = of_table(model.config.rope_table(longest + max_new_tokens, scaled, granularity))
     else:
         method = make_method(longest + max_new_tokens)
@@ -101,7 +105,7 @@ def generate_ids(
         // whole
         // len(method.tables.inv_freq)
     )
-    of_device = batch_size or max(1, min(math.ceil(len(prompts) / places), at_once))
+    of_device = min(batch_size or max(1, at_once), math.ceil(len(prompts) / places))
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     width, compilation = longest, tokens_of_a_compilation(model)
     outputs: list[list[int]] = [[] for _ in prompts]

@@ -11,6 +11,7 @@ system in common for that. Model and data each process reads itself, and `check_
 Nobody waits for one who will not come. All processes keep a connection to process 0 (besides JAX's own), on which they say
 that they are done or why they failed. Who fails, or is killed, ends all of them, with the reason on process 0's stderr and an
 exit code that says the same everywhere. A host that vanishes is noticed in half a minute, by TCP's keepalive or by JAX.
+While one waits for the others it says so every ten seconds: each until all have met, then process 0.
 
 With one process, all of this does nothing.
 """
@@ -24,8 +25,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Listener, wait
@@ -35,8 +36,11 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from lpes_jax import process
 from lpes_jax.errors import UserError
+from lpes_jax.limits import check_bounds
 
+_WAIT = 10  # seconds between two lines that say so
 _HEARTBEAT = 40  # seconds without a sign of life after which JAX gives a process up
 _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # seconds, seconds, times
 Value = TypeVar("Value")
@@ -74,27 +78,32 @@ def start(flags: HostFlags) -> None:
     late = threading.Timer(flags.start_timeout, _too_late, [flags])
     late.daemon = True
     late.start()
+    where = f" at {flags.coordinator_address}" if flags.coordinator_address else ""
     try:
-        jax.distributed.initialize(
-            flags.coordinator_address,
-            flags.num_processes,
-            flags.process_id,
-            cluster_detection_method=None if flags.distributed else "deactivate",
-            initialization_timeout=flags.start_timeout + 60,
-            heartbeat_timeout_seconds=_HEARTBEAT,
-        )
+        with _waiting(f"the other processes{where} (--start-timeout {flags.start_timeout})"):
+            jax.distributed.initialize(
+                flags.coordinator_address,
+                flags.num_processes,
+                flags.process_id,
+                cluster_detection_method=None if flags.distributed else "deactivate",
+                initialization_timeout=flags.start_timeout + 60,
+                heartbeat_timeout_seconds=_HEARTBEAT,
+            )
     except (ValueError, RuntimeError) as error:
         if flags.distributed:
             way_out = "give --coordinator-address, --num-processes and --process-id"
             raise UserError(f"--distributed: JAX finds no cluster's environment here ({error}); {way_out}") from error
         raise UserError(f"--coordinator-address {flags.coordinator_address}: {error}; is the port free?") from error
+    with _waiting("the other processes' devices"):
+        process.check_devices()
     if jax.process_count() > 1:
         devices = Counter(device.process_index for device in jax.devices())
         if len(set(devices.values())) > 1 or len(devices) < jax.process_count():
-            each = ", ".join(str(devices[process]) for process in range(jax.process_count()))
+            each = ", ".join(str(devices[number]) for number in range(jax.process_count()))
             raise UserError(f"the processes have not all as many devices: {each}; give each as many (CUDA_VISIBLE_DEVICES)")
         host = (flags.coordinator_address or "").rpartition(":")[0]
         _company = _First(host or socket.gethostname()) if is_first() else _Other()
+        process.set_farewell(_company.fail)
         if not is_first():
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             sys.stderr = sys.stdout
@@ -103,19 +112,16 @@ def start(flags: HostFlags) -> None:
 
 def check(flags: HostFlags) -> bool:
     """Do the flags name other processes? Raises UserError where they clash."""
+    check_bounds(flags)
     three = {name: getattr(flags, name) for name in ("coordinator_address", "num_processes", "process_id")}
     missing = ["--" + name.replace("_", "-") for name, value in three.items() if value is None]
     count, address = flags.num_processes or 0, flags.coordinator_address or ""
-    if flags.start_timeout < 1:
-        raise UserError(f"--start-timeout must be at least 1 second, got {flags.start_timeout}")
     if flags.distributed and len(missing) < 3:
         raise UserError("--distributed finds the processes by itself; leave out --coordinator-address and what goes with it")
     if 0 < len(missing) < 3:
         raise UserError(f"--coordinator-address, --num-processes and --process-id go together; add {' and '.join(missing)}")
     if not missing:
-        if count < 1:
-            raise UserError(f"--num-processes must be at least 1, got {count}")
-        if not 0 <= (flags.process_id or 0) < count:
+        if (flags.process_id or 0) >= count:
             raise UserError(f"--process-id {flags.process_id}: {count} processes have ids from 0 to {count - 1}")
         match = re.fullmatch(r"[^:\s]+:(\d{1,5})", address)
         if match is None or not 0 < int(match[1]) < 65536:
@@ -138,7 +144,8 @@ def from_first(read: Callable[[], Value]) -> Value:
             found = read(), None
         except UserError as error:
             found = None, str(error)
-    value, error = pickle.loads(_broadcast(pickle.dumps(found)))
+    with _waiting("the other processes"):
+        value, error = pickle.loads(_broadcast(pickle.dumps(found)))
     if error is not None:
         raise UserError(error)
     return value
@@ -149,18 +156,19 @@ def gather(value: Value) -> list[Value]:
     if jax.process_count() == 1:
         return [value]
     data = np.frombuffer(pickle.dumps(value), np.uint8)
-    sizes = multihost_utils.process_allgather(np.array([len(data)], np.int32))[:, 0]
-    rows = multihost_utils.process_allgather(np.pad(data, (0, _padded(sizes.max()) - len(data))))
+    with _waiting("the other processes"):
+        sizes = multihost_utils.process_allgather(np.array([len(data)], np.int32))[:, 0]
+        rows = multihost_utils.process_allgather(np.pad(data, (0, _padded(sizes.max()) - len(data))))
     return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
 
 def check_alike(record: dict[str, Any], way_out: str = "start all with the same flags, model, data and program") -> None:
     """Raise UserError, in all processes, where one has another record than the first. The names of `record` are told."""
     records = gather(record)
-    for process, other in enumerate(records):
+    for number, other in enumerate(records):
         if names := [name for name in {**records[0], **other} if records[0].get(name) != other.get(name)]:
             values = ", ".join(f"{name} {other.get(name)!r} (the first: {records[0].get(name)!r})" for name in names[:3])
-            raise UserError(f"process {process} has {values}; {way_out}")
+            raise UserError(f"process {number} has {values}; {way_out}")
 
 
 def leave(code: int, line: str) -> int:
@@ -175,8 +183,10 @@ def finish() -> None:
     """Wait until all have done their work, and part: nobody counts as lost from here on."""
     global _company
     if _company is not None:
-        _company.finish()
+        with _waiting("the other processes to end"):
+            _company.finish()
         _company = None
+        process.set_farewell()
         jax.distributed.shutdown()
 
 
@@ -197,6 +207,23 @@ def _padded(size: int) -> int:
     return 1 << (max(int(size), 1024) - 1).bit_length()  # few shapes: each is compiled
 
 
+@contextmanager
+def _waiting(for_what: str) -> Iterator[None]:
+    """Say every ten seconds on stderr that this process waits; where it is not the first one, that leads nowhere."""
+    over, begun = threading.Event(), time.monotonic()
+
+    def say() -> None:
+        while not over.wait(_WAIT):
+            with suppress(OSError, ValueError):
+                print(f"waiting for {for_what}, {time.monotonic() - begun:.0f} s so far", file=sys.stderr, flush=True)
+
+    threading.Thread(target=say, daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
 def _too_late(flags: HostFlags) -> None:
     where = f"--coordinator-address {flags.coordinator_address}" if flags.coordinator_address else "--distributed"
     many = f"the {flags.num_processes} processes" if flags.num_processes else "the processes"
@@ -215,9 +242,9 @@ def _end(code: int, line: str = "") -> NoReturn:
     os._exit(code)
 
 
-def _lost(process: int) -> str:
+def _lost(number: int) -> str:
     return (
-        f"error: process {process} is gone (killed, or its host or network is down), so all end; "
+        f"error: process {number} is gone (killed, or its host or network is down), so all end; "
         "start them again, a search with --resume: it goes on from what was scored"
     )
 
@@ -255,18 +282,18 @@ class _First:
                 connection.send(0)
 
     def _listen(self) -> None:
-        names: dict[Any, int] = {connection: process for process, connection in self._others.items()}
+        names: dict[Any, int] = {connection: number for number, connection in self._others.items()}
         while names:
             connection: Any
             for connection in wait(list(names)):
-                process = names[connection]
+                number = names[connection]
                 try:
                     code, line = connection.recv()
                 except (OSError, EOFError):
-                    self.fail(1, _lost(process))
+                    self.fail(1, _lost(number))
                 if code:
                     time.sleep(1)  # this process may be about to say the same
-                    self.fail(code, f"process {process}: {line}")
+                    self.fail(code, f"process {number}: {line}")
                 del names[connection]
         self._all_done.set()
 

@@ -32,6 +32,7 @@ from lpes_jax.memory import tokens_that_fit, tokens_worth_it
 from lpes_jax.models.llama import load
 from lpes_jax.models.llama.method import of_table
 from lpes_jax.prefixes import padded, round_up
+from lpes_jax.same_model import check_loaded
 from lpes_jax.scoring import Scorer
 from lpes_jax.tasks.prompts import EncodedPrompt
 from lpes_jax.text_nll import token_nll
@@ -62,7 +63,8 @@ _GREEDY = ("do_sample", "temperature", "top_p", "top_k", "until", "max_gen_toks"
 class LayerFactorsLM(TemplateLM):
     """A model with factors for the harness.
 
-    pretrained: as every verb's `--model`. factors: a factors.json, or the zoo's by name. batch_size: requests a pass, `auto`
+    pretrained: as every verb's `--model`. factors: a factors.json, or the zoo's by name; other_model=True takes those that were
+    found for another model, as far as their shape fits. batch_size: requests a pass, `auto`
     (or None) by the device's memory. max_length: tokens of a request that the model sees at most (default: its window).
     add_bos_token: where the tokenizer's own habit is not wanted. max_batch_size and device, which the harness gives to every
     model, are left aside: JAX takes the device that it finds (JAX_PLATFORMS). Raises UserError as `load` and
@@ -81,14 +83,16 @@ class LayerFactorsLM(TemplateLM):
         max_gen_toks: int = 256,
         max_batch_size: int | None = None,
         device: str | None = None,
+        other_model: bool = False,
     ):
         super().__init__()
+        found = None if factors is None else LayerFactors.load(factors)
         loaded = load(pretrained, dtype)
         config = loaded.model.config
         self.tokenizer: Any = loaded.tokenizer
         self.max_gen_toks, self._loaded, self._model = max_gen_toks, loaded, loaded.model
-        self._factors = LayerFactors.uniform(1.0, config.num_layers) if factors is None else LayerFactors.load(factors)
-        self._factors.for_model(config.num_layers, config.num_kv_heads, config.rotary_dim, str(factors))
+        self._factors = LayerFactors.uniform(1.0, config.num_layers) if found is None else found
+        self._factors_model = None if found is None else check_loaded(found, loaded, str(factors), other_model)
         self.max_length = max_length or config.max_position_embeddings
         self._batch_size = None if batch_size is None or str(batch_size).startswith("auto") else int(batch_size)
         self._add_bos_token = add_bos_token
@@ -161,16 +165,15 @@ class LayerFactorsLM(TemplateLM):
             return []
         width = round_up(max(map(len, windows)))
         at_once = min(tokens_that_fit(self._model, width, min(width, _CHUNK)), tokens_worth_it(self._model, width)) // width
-        size = self._batch_size or max(1, min(at_once, len(windows)))
+        size = min(self._batch_size or max(1, at_once), len(windows))
         order = sorted(range(len(windows)), key=lambda at: len(windows[at]))
-        factors = jnp.asarray(self._factors.factors, jnp.float32)
         nlls: list[tuple[int, np.ndarray]] = []
         for start in range(0, len(order), size):
             of_batch = order[start : start + size]
             filled = of_batch + of_batch[:1] * (size - len(of_batch))  # as large as the others: one compilation
             longest = len(windows[of_batch[-1]])
             tokens, _ = padded([windows[at] for at in filled], round_up(longest))
-            table = self._model.config.rope_table(longest - 1, factors, self._factors.granularity)
+            table = self._model.config.rope_table(longest - 1, self._factors)
             values = np.asarray(token_nll(self._model, jnp.asarray(tokens), of_table(table), _CHUNK))
             nlls += zip(of_batch, values, strict=False)
             on_windows(len(of_batch))
@@ -204,8 +207,7 @@ class LayerFactorsLM(TemplateLM):
         ids = generate_ids(
             self._model,
             [(self.tok_encode(request.args[0]) or [self.prefix_token_id])[-room:] for request in requests],
-            factors=self._factors.factors,
-            granularity=self._factors.granularity,
+            factors=self._factors,
             max_new_tokens=new,
             stop=sorted({*self._loaded.stop_ids, *self._ids_with(until)}),
             keep_stop=True,
@@ -242,7 +244,8 @@ class LayerFactorsLM(TemplateLM):
             "model_num_parameters": sum(leaf.size for leaf in jax.tree.leaves(nnx.state(self._model))),
             "model_dtype": identity["dtype"],
             "model_sha": identity["sha256"],
-            "lpes_factors": {"granularity": self._factors.granularity, "factors": self._factors.factors.tolist()},
+            "lpes_factors": self._factors.numbers,
+            "lpes_factors_model": self._factors_model,
         }
 
 

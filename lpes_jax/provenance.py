@@ -20,7 +20,7 @@ DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 # Of a run's config: paths, whose contents decide.
 PLACES = (
     *("settings.model", "model.name", "settings.data", "settings.text", "settings.initial_factors"),
-    *("settings.factors", "settings.router"),
+    *("settings.factors", "settings.router", "settings.mixture", "settings.data_folder"),
 )
 
 

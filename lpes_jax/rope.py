@@ -6,6 +6,11 @@ Dividing every position of a layer by its factor s is dividing that layer's inve
 interpolation and finer factors are all tables: row l holds the inverse frequencies of layer l, once (G = 1) or once for
 each KV group (G = K). Nothing about positions is baked into a model or cached.
 
+A table has a second column, the gains: a gain multiplies its frequency's part of q . k. It is applied to the queries alone, by
+multiplying their cos and sin in the table's precision, so a gain of 1 changes no bit and cached keys never change. Dims that
+are not rotated (partial rotary) have no gain, and neither have layers without RoPE (NoPE): those are named by `rotates`, and
+not by frequencies of 0, which stand for positions that do not turn.
+
 The checkpoint's own RoPE may be of any kind in `ROPE_TYPES`; factors divide the frequencies that the kind gives, and what the
 kind multiplies cos and sin by stays. Two kinds depend on the length of the text: `dynamic` raises the base beyond the trained
 window, `longrope` has one list of divisors up to it and one beyond. The policy is one table per call, chosen from the longest
@@ -17,18 +22,19 @@ Letters: L layers, K key-value heads (KV groups), G = 1 or K, D head dim, R rota
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from lpes_jax.errors import UserError
 
 Granularity = Literal["layer", "layer_band", "layer_group", "layer_group_band"]
 GRANULARITIES: tuple[str, ...] = get_args(Granularity)
+_LEFT_OUT: Any = None  # of a table: filled in when it is made
 
 # Each kind and its own keys; transformers' `modeling_rope_utils.py` is the reference of all.
 _KEYS: dict[str, tuple[str, ...]] = {
@@ -167,11 +173,40 @@ class RopeParameters:
 class RopeTable:
     """What the model needs to rotate: `inv_freq` in radians per position, and what cos and sin are multiplied by.
 
-    A zero row leaves its layer unrotated (NoPE).
+    `gains` multiply each frequency's part of q . k (left out: 1); their G is their own. `rotates`: which layers have RoPE (left
+    out: all). The others have frequencies of 0, gains of 1 and no attention scaling.
     """
 
     inv_freq: Float[Array, "*population L G half"]
     attention_scaling: Float[Array, "*tables"]
+    gains: Float[Array, "*of_gains L H half"] = _LEFT_OUT
+    rotates: Bool[Array, "*of_layers L"] = _LEFT_OUT
+
+    def __post_init__(self) -> None:
+        if isinstance(self.inv_freq, Array | np.ndarray):  # JAX rebuilds pytrees with other things in their place
+            if self.gains is None:
+                object.__setattr__(self, "gains", jnp.ones_like(self.inv_freq))
+            if self.rotates is None:
+                object.__setattr__(self, "rotates", jnp.ones(self.inv_freq.shape[:-2], bool))
+
+    @property
+    def layer_scaling(self) -> Float[Array, "*tables L"]:
+        """What cos and sin of each layer are multiplied by: `attention_scaling`, or 1 in a layer without RoPE."""
+        scaling = jnp.asarray(self.attention_scaling)[..., None]
+        return jnp.where(self.rotates, scaling, jnp.ones_like(scaling))
+
+    def scaled(self, factors: Float[Array, "..."], granularity: Granularity = "layer") -> "RopeTable":
+        """The table with its frequencies divided by factors (see `scale_layers`)."""
+        return replace(self, inv_freq=scale_layers(self.inv_freq, factors, granularity))
+
+    def multiplied(self, multipliers: Float[Array, "..."], granularity: Granularity = "layer") -> "RopeTable":
+        """The table with its frequencies times multipliers; 0 lets a frequency stand still."""
+        return replace(self, inv_freq=self.inv_freq * expand(multipliers, self.inv_freq.shape[-1], granularity))
+
+    def with_gains(self, gains: Float[Array, "..."], granularity: Granularity = "layer") -> "RopeTable":
+        """The table with other gains, of any granularity that factors have; layers without RoPE keep 1."""
+        wide = expand(gains, self.inv_freq.shape[-1], granularity)
+        return replace(self, gains=jnp.where(self.rotates[..., None, None], wide, jnp.ones_like(wide)))
 
 
 def inverse_frequencies(rope: RopeParameters, head_dim: int, length: int = 0) -> Float[Array, "half"]:
@@ -209,19 +244,23 @@ def scale_layers(
     with any leading population axes. Differentiable in `factors`, jit- and vmap-able. Raises ValueError where the bands do not
     divide R/2.
     """
-    half = inv_freq.shape[-1]
+    return _divide(inv_freq, expand(factors, inv_freq.shape[-1], granularity))
+
+
+def expand(values: Float[Array, "..."], half: int, granularity: Granularity = "layer") -> Float[Array, "*population L G half"]:
+    """Factors or gains of a granularity (see `scale_layers`) as one value for each of the `half` frequencies of a head."""
     if granularity == "layer":
-        factors = factors[..., :, None, None]
+        values = values[..., :, None, None]
     elif granularity == "layer_band":
-        factors = factors[..., :, None, :]
+        values = values[..., :, None, :]
     elif granularity == "layer_group":
-        factors = factors[..., :, :, None]
+        values = values[..., :, :, None]
     elif granularity != "layer_group_band":
         raise ValueError(f"granularity {granularity!r} is not one of {', '.join(GRANULARITIES)}")
-    bands = factors.shape[-1]
+    bands = values.shape[-1]
     if half % bands:
         raise ValueError(f"{bands} bands do not divide the {half} frequencies of a head")
-    return _divide(inv_freq, jnp.repeat(factors, half // bands, axis=-1))
+    return jnp.repeat(values, half // bands, axis=-1)
 
 
 def rope_table(
@@ -232,27 +271,46 @@ def rope_table(
     granularity: Granularity = "layer",
     length: int = 0,
     nope_layers: Sequence[int] = (),
+    gains: Float[Array, "..."] | None = None,
+    gains_granularity: Granularity = "layer",
 ) -> RopeTable:
     """The table of a model, with `factors` (see `scale_layers`) or, without any, the checkpoint's own in each layer.
 
-    `length` as in `inverse_frequencies`; `nope_layers` are not rotated. Of a loaded model: `model.config.rope_table`.
+    `gains` are of the same shapes; without any they are 1. `length` as in `inverse_frequencies`; `nope_layers` are not
+    rotated. Of a loaded model: `model.config.rope_table`.
     """
     inv_freq = inverse_frequencies(rope, head_dim, length)
-    rotated = np.ones((num_layers, 1, 1), np.float32)
-    rotated[list(nope_layers)] = 0
-    layers = inv_freq * rotated
+    rotates = np.ones(num_layers, bool)
+    rotates[list(nope_layers)] = False
+    layers = inv_freq * rotates[:, None, None].astype(np.float32)
+    table = RopeTable(layers, jnp.full((), rope.attention_factor, inv_freq.dtype), rotates=jnp.asarray(rotates))
     if factors is not None:
-        layers = scale_layers(layers, factors, granularity)
-    return RopeTable(layers, jnp.full((), rope.attention_factor, inv_freq.dtype))
+        table = table.scaled(factors, granularity)
+    return table if gains is None else table.with_gains(gains, gains_granularity)
 
 
 def cos_sin(
     inv_freq: Float[Array, "G half"], attention_scaling: Float[Array, ""], positions: Int[Array, "*batch T"]
 ) -> tuple[Float[Array, "*batch T G half"], Float[Array, "*batch T G half"]]:
-    """cos and sin of position x inverse frequency for one layer. Angles are float32 (float64 for a float64 table)."""
+    """cos and sin of position x inverse frequency for one layer. Angles are float32 (float64 for a float64 table).
+
+    `attention_scaling` is the layer's own (`RopeTable.layer_scaling`). Of queries, multiply both by the layer's gains.
+    """
     angles = positions[..., None, None].astype(inv_freq.dtype) * inv_freq
-    scaling = jnp.where(inv_freq == 0, jnp.ones_like(attention_scaling), attention_scaling)  # NoPE layers have none
-    return jnp.cos(angles) * scaling, jnp.sin(angles) * scaling
+    return jnp.cos(angles) * attention_scaling, jnp.sin(angles) * attention_scaling
+
+
+def apply_gains(x: Float[Array, "*batch T heads D"], gains: Float[Array, "G half"]) -> Float[Array, "*batch T heads D"]:
+    """Queries that are not yet rotated, times their gains; computed as in `rotate`."""
+    of_head = gains_of_head(gains, x.shape[-1])
+    of_heads = jnp.repeat(of_head, x.shape[-2] // len(of_head), axis=0)
+    return (x.astype(np.promote_types(x.dtype, gains.dtype)) * of_heads).astype(x.dtype)
+
+
+def gains_of_head(gains: Float[Array, "*layers G half"], head_dim: int) -> Float[Array, "*layers G D"]:
+    """The gain of each element of a head: i and i + R/2 turn together, and what is not rotated has 1."""
+    rest = jnp.ones((*gains.shape[:-1], head_dim - 2 * gains.shape[-1]), gains.dtype)
+    return jnp.concatenate([gains, gains, rest], axis=-1)
 
 
 def rotate(

@@ -50,7 +50,7 @@ from lpes_jax.prefixes import (
     round_up,
     tree_of,
 )
-from lpes_jax.rope import Granularity, RopeTable, scale_layers
+from lpes_jax.rope import Granularity, RopeTable
 from lpes_jax.tasks.prompts import EncodedPrompt, Prompt, encode, option_prompts
 
 
@@ -110,37 +110,41 @@ def population_scores(
     factors: Float[Array, "P ..."],
     granularity: Granularity = "layer",
     table: RopeTable | None = None,
+    gains: Float[Array, "P ..."] | None = None,
+    gains_granularity: Granularity = "layer",
 ) -> tuple[Bool[Array, "P rows"], Float[Array, "P rows"]]:
-    """`batch_scores` of every individual, vmapped over the factors alone, which divide `table` (None: the model's own)."""
+    """`batch_scores` of every individual, vmapped over the factors, which divide `table` (None: the model's own), and gains."""
     own = model.config.rope_table(_tokens(batch).shape[1]) if table is None else table
 
-    def individual(factors: Array) -> tuple[Array, Array]:
-        scaled = RopeTable(scale_layers(own.inv_freq, factors, granularity), own.attention_scaling)
-        return batch_scores(model, batch, of_table(scaled))
+    def individual(factors: Array, gains: Array | None) -> tuple[Array, Array]:
+        scaled = own.scaled(factors, granularity)
+        return batch_scores(model, batch, of_table(scaled if gains is None else scaled.with_gains(gains, gains_granularity)))
 
-    return jax.vmap(individual)(factors)
+    return jax.vmap(individual)(factors, gains)
 
 
-@partial(jax.jit, static_argnames=("granularity", "mesh", "by_trees"), compiler_options=LARGE_PRODUCTS)
+@partial(jax.jit, static_argnames=("granularity", "gains_granularity", "mesh", "by_trees"), compiler_options=LARGE_PRODUCTS)
 def _sharded_scores(
     model: Llama,
     batch: SharedBatch,
     factors: Float[Array, "P ..."],
+    gains: Float[Array, "P ..."],
     table: RopeTable,
     granularity: Granularity,
+    gains_granularity: Granularity,
     mesh: Mesh,
     by_trees: bool = False,
 ) -> tuple[Bool[Array, "P rows"], Float[Array, "P rows"]]:
     """`population_scores`, over the mesh by individuals or by trees."""
 
-    def score(model: Llama, batch: SharedBatch, factors: Array, table: RopeTable) -> tuple[Array, Array]:
-        return population_scores(model, batch, factors, granularity, table)
+    def score(model: Llama, batch: SharedBatch, factors: Array, gains: Array, table: RopeTable) -> tuple[Array, Array]:
+        return population_scores(model, batch, factors, granularity, table, gains, gains_granularity)
 
     if by_trees:
-        specs, out = (EVERYWHERE, BY_POPULATION, EVERYWHERE, EVERYWHERE), PartitionSpec(None, "population")
+        specs, out = (EVERYWHERE, BY_POPULATION, EVERYWHERE, EVERYWHERE, EVERYWHERE), PartitionSpec(None, "population")
     else:
-        specs, out = (EVERYWHERE, EVERYWHERE, BY_POPULATION, EVERYWHERE), BY_POPULATION
-    return over_population(score, mesh, specs, out)(model, batch, factors, table)
+        specs, out = (EVERYWHERE, EVERYWHERE, BY_POPULATION, BY_POPULATION, EVERYWHERE), BY_POPULATION
+    return over_population(score, mesh, specs, out)(model, batch, factors, gains, table)
 
 
 @partial(jax.jit, static_argnames="mesh", compiler_options=LARGE_PRODUCTS)
@@ -293,18 +297,25 @@ class Scorer:
         factors: Float[np.ndarray, "P ..."],
         granularity: Granularity = "layer",
         on_prompts: Callable[[int], None] = lambda count: None,
+        *,
+        gains: Float[np.ndarray, "P ..."] | None = None,
+        gains_granularity: Granularity = "layer",
     ) -> Scores:
         """Scores of each individual on each prompt. `on_prompts` is told how many (individual, prompt) pairs were done.
 
-        Raises UserError where the device's memory does not hold a single prompt.
+        `gains`: None for 1, which is the same program as any of one gain a layer. Raises UserError where the device's memory
+        does not hold a single prompt.
         """
         factors = np.asarray(factors, np.float32)
+        if gains is None:
+            gains, gains_granularity = np.ones((len(factors), self.model.config.num_layers)), "layer"
+        gains, kinds = np.asarray(gains, np.float32), (granularity, gains_granularity)
         correct = np.empty((len(factors), len(self._rows)), bool)
         log_likelihood = np.empty(correct.shape, np.float32)
         start = 0
         while start < len(factors):
             plan = self._plan("trees" if len(factors) < self._places else "individuals")
-            done = self._tried(plan, partial(self._slab, plan, factors[start:], granularity))
+            done = self._tried(plan, partial(self._slab, plan, factors[start:], gains[start:], kinds))
             if done is None:
                 continue
             count = min(len(done[0][0]), len(factors) - start)
@@ -318,16 +329,22 @@ class Scorer:
             start += count
         return self._by_prompt(correct, log_likelihood)
 
-    def _slab(self, plan: _Plan, factors: Float[np.ndarray, "P ..."], granularity: Granularity) -> list[tuple[Array, Array]]:
-        """The scores of each batch, for the individuals of one pass: the first of `factors`, or all and some once more."""
+    def _slab(
+        self,
+        plan: _Plan,
+        factors: Float[np.ndarray, "P ..."],
+        gains: Float[np.ndarray, "P ..."],
+        kinds: tuple[Granularity, Granularity],
+    ) -> list[tuple[Array, Array]]:
+        """The scores of each batch, for the individuals of one pass: the first of all, or all and some once more."""
         # Powers of two below the full slab, so that odd populations compile a few sizes and no more.
         places = self._places if plan.parts == 1 else 1
         needed = math.ceil(len(factors) / places)
         slab = min(plan.chunk, 1 << (needed - 1).bit_length()) * places
-        filled = np.concatenate([factors[:slab], np.repeat(factors[:1], max(0, slab - len(factors)), axis=0)])
+        filled = [np.concatenate([it[:slab], np.repeat(it[:1], max(0, slab - len(it)), axis=0)]) for it in (factors, gains)]
         filled = put(filled, self._by_population if plan.parts == 1 else self._everywhere)
         table, by_trees = self._table, plan.parts > 1
-        calls = [(self.model, it.batch, filled, table, granularity, self.mesh, by_trees) for it in plan.passes]
+        calls = [(self.model, it.batch, *filled, table, *kinds, self.mesh, by_trees) for it in plan.passes]
         return self._run(_sharded_scores, calls)
 
     def _run(self, program: Any, calls: Sequence[tuple[Any, ...]]) -> list[tuple[Array, Array]]:
@@ -409,8 +426,14 @@ class OptionScorer:
         individuals: int | None = None,
     ):
         encoded = encode(option_prompts(prompts), tokenizer, model.config.max_position_embeddings)
-        self._scorer = Scorer(model, encoded, batch_size=batch_size, individuals=individuals)
         self._starts = np.cumsum([0, *(len(prompt.options) for prompt in prompts)])
+        for prompt, start, end in zip(prompts, self._starts[:-1], self._starts[1:], strict=True):
+            if len({tuple(option.answers[0]) for option in encoded[start:end]}) < end - start:
+                raise UserError(
+                    f"two of the options {', '.join(map(repr, prompt.options))} are the same tokens in this tokenizer, so that "
+                    "neither can be the likelier one; use the model's own tokenizer"
+                )
+        self._scorer = Scorer(model, encoded, batch_size=batch_size, individuals=individuals)
         self._gold = [prompt.options.index(prompt.answers[0]) for prompt in prompts]
         self.num_prompts = len(prompts)
         self.answer_tokens = np.ones(len(prompts), int)
@@ -428,9 +451,13 @@ class OptionScorer:
         factors: Float[np.ndarray, "P ..."],
         granularity: Granularity = "layer",
         on_prompts: Callable[[int], None] = lambda count: None,
+        *,
+        gains: Float[np.ndarray, "P ..."] | None = None,
+        gains_granularity: Granularity = "layer",
     ) -> Scores:
         """As `Scorer`'s."""
-        return self._of_options(self._scorer(factors, granularity).log_likelihood, on_prompts)
+        scores = self._scorer(factors, granularity, gains=gains, gains_granularity=gains_granularity)
+        return self._of_options(scores.log_likelihood, on_prompts)
 
     @property
     def longest(self) -> int:

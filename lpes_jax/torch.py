@@ -36,12 +36,15 @@ from typing import Any
 import torch  # pyright: ignore[reportMissingImports]
 
 KEY = "lpes_factors"  # of config.json
+APPLIES_TO = "position / factor"
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3")
 TOLERANCE = 2e-2  # of the self-test: float32 logits of two libraries
 _RANK = {"layer": 1, "layer_band": 2, "layer_group": 2, "layer_group_band": 3}
 
 
-def apply_layer_factors(model: torch.nn.Module, factors: Any = None, length: int | None = None) -> ExitStack:
+def apply_layer_factors(
+    model: torch.nn.Module, factors: Any = None, length: int | None = None, *, other_model: bool = False
+) -> ExitStack:
     """Let each layer of `model` rotate by position / factor. `close()` of what is returned undoes it; so does leaving `with`.
 
     `factors`: the path or the contents of a factors.json, a `lpes_jax.LayerFactors`, or one number a layer; None: those in the
@@ -51,11 +54,12 @@ def apply_layer_factors(model: torch.nn.Module, factors: Any = None, length: int
     tokens of prompt and answer together, fixed for all calls, as in lpes_jax (cached keys stay right beyond the trained
     window). None: as transformers does it, from the positions of each call.
 
-    Raises ValueError for factors that do not fit the model, and for a model of another type than `MODEL_TYPES`.
+    Raises ValueError for factors that do not fit the model, for those found for a model of other sizes or another base of RoPE
+    (unless `other_model`), and for a model of another type than `MODEL_TYPES`.
     """
     decoder = _decoder(model)
     rotary = decoder.rotary_emb
-    multipliers = _multipliers(factors, decoder.config, rotary.inv_freq.shape[-1])
+    multipliers = _multipliers(factors, decoder.config, rotary.inv_freq.shape[-1], other_model)
     fixed = None
     if length is not None and rotary.rope_type in ("dynamic", "longrope"):
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # pyright: ignore[reportMissingImports]
@@ -80,16 +84,16 @@ def _decoder(model: torch.nn.Module) -> Any:
     raise ValueError(f"{type(model).__name__} has no decoder with layers and a rotary_emb; give a causal model of transformers")
 
 
-def _multipliers(factors: Any, config: Any, half: int) -> torch.Tensor:
+def _multipliers(factors: Any, config: Any, half: int, other_model: bool) -> torch.Tensor:
     """1 / factor for each of the R/2 frequencies: float32 [L, G, R/2]. (`lpes_jax.rope` multiplies by the reciprocal too.)"""
     if factors is None and (factors := getattr(config, KEY, None)) is None:
         raise ValueError(f"the model's config has no {KEY}; give a factors.json, its contents, or one number a layer")
     if isinstance(factors, str | os.PathLike):
         factors = json.loads(Path(factors).read_text(encoding="utf-8"))
-    if isinstance(factors, Mapping):
-        granularity, numbers = factors.get("granularity", "layer"), factors["factors"]
-    else:
-        granularity, numbers = getattr(factors, "granularity", "layer"), getattr(factors, "factors", factors)
+    record = factors if isinstance(factors, Mapping) else getattr(factors, "__dict__", {})
+    granularity, numbers = record.get("granularity", "layer"), record.get("factors", factors)
+    if (applies_to := record.get("applies_to", APPLIES_TO)) != APPLIES_TO:
+        raise ValueError(f"applies_to {applies_to!r} is not supported; factors apply to {APPLIES_TO!r} here")
     table = torch.as_tensor(numbers, dtype=torch.float32)
     if granularity not in _RANK or table.dim() != _RANK[granularity]:
         raise ValueError(f"factors of shape {list(table.shape)} are not of granularity {granularity!r} ({', '.join(_RANK)})")
@@ -102,7 +106,27 @@ def _multipliers(factors: Any, config: Any, half: int) -> torch.Tensor:
     bands = table.shape[-1] if "band" in granularity else 1
     if half % bands:
         raise ValueError(f"{bands} bands of factors do not divide the model's {half} frequencies a head")
+    if not other_model and (differs := _differences(record, config, half)):
+        raise ValueError(f"these factors were found for another model ({'; '.join(differs)}); other_model=True takes them")
     return (1 / table.reshape(len(table), -1, bands)).repeat_interleave(half // bands, dim=-1)
+
+
+def _differences(record: Mapping[str, Any], config: Any, half: int) -> list[str]:
+    """What a factors.json says of its model and is not so here: sizes, and the base of RoPE. What it lacks is not checked."""
+    theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta", getattr(config, "rope_theta", None))
+    heads = config.num_attention_heads
+    here = {
+        "num_layers": config.num_hidden_layers,
+        "num_heads": heads,
+        "num_kv_heads": config.num_key_value_heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "rotary_dim": 2 * half,
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "rope_theta": theta,
+    }
+    then = {**(record.get("rope") or {}), **(record.get("model") or {})}
+    return [f"{name} {then[name]}, here {now}" for name, now in here.items() if then.get(name, now) != now]
 
 
 def _hook(
@@ -158,6 +182,7 @@ def self_test(folder: Path) -> bool:
         AutoModelForCausalLM,
         AutoTokenizer,
         GenerationConfig,
+        PreTrainedTokenizerFast,
         __version__,
     )
 
@@ -165,7 +190,8 @@ def self_test(folder: Path) -> bool:
         sys.exit(f"{folder}: nothing was recorded; export it without --no-self-test")
     record = json.loads((folder / "self_test.json").read_text(encoding="utf-8"))
     ids, new = record["ids"], record["new_ids"]
-    same_ids = AutoTokenizer.from_pretrained(folder)(record["text"])["input_ids"][: len(ids)] == ids
+    readers = (AutoTokenizer, PreTrainedTokenizerFast)  # the first may put a pipeline of its own in place of tokenizer.json's
+    same = [cls.__name__ for cls in readers if cls.from_pretrained(folder)(record["text"])["input_ids"][: len(ids)] == ids]
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     model.generation_config = GenerationConfig()  # greedy, and no end of text
     # The prompt, and its first half padded on the left: the same tokens with the same logits.
@@ -187,10 +213,10 @@ def self_test(folder: Path) -> bool:
                 0, len(ids) :
             ].tolist()
     print(f"torch {torch.__version__}, transformers {__version__}")
-    print(f"tokenizer: {'the same ids' if same_ids else 'OTHER IDS'}")
+    print(f"tokenizer: {f'the same ids ({same[0]}.from_pretrained)' if same else 'OTHER IDS'}")
     print(f"logits: off by at most {found:.1e}, {TOLERANCE:g} allowed (without the factors by {plain:.1e})")
     print(f"greedy ids with a KV cache: {'equal' if generated == new else f'{generated}, NOT {new}'}")
-    return same_ids and found <= TOLERANCE and generated == new
+    return bool(same) and found <= TOLERANCE and generated == new
 
 
 if __name__ == "__main__":

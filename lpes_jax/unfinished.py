@@ -7,14 +7,14 @@ method is done. Without `begun.json` nothing can be told of the others, and they
 import contextlib
 import json
 import shutil
-import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from lpes_jax.errors import Interrupted, UserError
+from lpes_jax import process
+from lpes_jax.errors import UserError
 from lpes_jax.evaluation import Candidate, Outcome
 from lpes_jax.factors import read_json, write_json
 from lpes_jax.provenance import check_resumed
@@ -28,9 +28,11 @@ class Unfinished:
     Raises UserError for a folder with such files, unless it is to be resumed and `config` is as it was (`check_resumed`).
     """
 
-    def __init__(self, folder: Path, config: dict[str, Any], resume: bool):
+    def __init__(self, folder: Path, config: dict[str, Any], resume: bool, overwrite: bool = False):
         self.path, self._config = folder / "unfinished", json.loads(json.dumps(config))
         self._begun = self.path / "begun.json"
+        if overwrite and self.path.exists():
+            self.drop()
         if resume and not self.path.exists():
             raise UserError(f"--resume: {folder} holds no comparison that was cut off; leave --resume out to begin one")
         if self.path.exists() and not resume:
@@ -68,16 +70,15 @@ class Unfinished:
         self._begun.unlink(missing_ok=True)
         shutil.rmtree(self.path)
 
-    @contextlib.contextmanager
-    def interruptible(self) -> Iterator[None]:
+    def interruptible(self) -> contextlib.AbstractContextManager[None]:
         """A SIGINT or SIGTERM in here says how to go on."""
-        try:
-            yield
-        except KeyboardInterrupt as stop:
-            way_on = "interrupted, and nothing was measured yet"
-            if self._begun.exists():
-                way_on = f"interrupted; what was measured is in {self.path}: the same command with --resume goes on from there"
-            raise Interrupted(getattr(stop, "number", signal.SIGINT), way_on) from None
+
+        def way_on() -> str:
+            if not self._begun.exists():
+                return "interrupted, and nothing was measured yet"
+            return f"interrupted; what was measured is in {self.path}: the same command with --resume goes on from there"
+
+        return process.saying(way_on)
 
 
 def record_of(outcome: Outcome) -> dict[str, Any]:

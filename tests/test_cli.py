@@ -133,7 +133,7 @@ def mistakes(tmp_path: Path, model: Path) -> dict[str, tuple[tuple[object, ...],
         "nothing to resume": ((*search, "--resume"), "config.json"),
         "factors of another model": ((*evaluate, "--factors", wrong_layers), "7 layers"),
         "no factors file": ((*evaluate, "--factors", tmp_path / "no.json"), "no.json"),
-        "factors that are none": ((*evaluate, "--factors", model / "config.json"), "lpes-factors/1"),
+        "factors that are none": ((*evaluate, "--factors", model / "config.json"), "lpes-factors/2"),
         "too few new tokens": ((*evaluate, "--limit", 1, "--key-length", 4, "--max-new-tokens", 1), "--max-new-tokens"),
         "missing data": ((*evaluate, "--data", tmp_path / "no.jsonl"), "no.jsonl"),
     }
@@ -173,16 +173,20 @@ def test_a_run_is_not_overwritten(searched, model_folder):
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
-def test_a_full_device_is_one_line_and_other_faults_are_tracebacks(capsys):
+def test_a_full_device_is_one_line_and_other_faults_are_tracebacks(capsys, monkeypatch):
     def run(flags: Message) -> None:
         raise jax.errors.JaxRuntimeError(flags.text)
 
     def main(message: str) -> int:
         return run_verb(Message(message), run, "", [], "search")
 
-    assert main("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.") == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert "memory is full" in line and "XLA_PYTHON_CLIENT_PREALLOCATE=false" in line
+    for backend in ("cpu", "gpu"):
+        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
+        assert main("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.") == 2
+        [line] = capsys.readouterr().err.splitlines()
+        assert "memory is full" in line
+        on_gpu = "nvidia-smi" in line and "XLA_PYTHON_CLIENT_PREALLOCATE=false" in line
+        assert on_gpu if backend == "gpu" else "nvidia" not in line and "XLA" not in line
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
         main("INTERNAL: no kernel")
 

@@ -37,7 +37,7 @@ def test_round_trip(tmp_path, granularity):
     for name in ("model", "curve", "rope", "search", "evaluation"):
         assert getattr(again, name) == getattr(factors, name)
     written = json.loads((tmp_path / "factors.json").read_text(encoding="utf-8"))
-    assert written["format"] == "lpes-factors/1" and written["applies_to"] == "position / factor"
+    assert written["format"] == "lpes-factors/2" and written["gains"] is None and written["applies_to"] == "position / factor"
 
 
 def test_the_smallest_file_is_enough(tmp_path):
@@ -94,7 +94,7 @@ def test_groups_and_bands_of_one_shape_are_kept_apart(tmp_path):
         ({"factors": [1.0, float("inf")]}, "finite and above 0, got inf"),
         ({"factors": [1.0, 0.0]}, r"finite and above 0, got 0\.0"),
         ({"factors": [1.0, -1.5]}, r"finite and above 0, got -1\.5"),
-        ({"factors": [1.0, None]}, "factors must be"),
+        ({"factors": [1.0, None], "format": "lpes-factors/1"}, "factors must be"),
         ({"factors": [1.0, "x"]}, "must be numbers"),
         ({"factors": "one"}, "must be numbers"),
         ({"factors": None}, "factors"),
@@ -107,8 +107,8 @@ def test_groups_and_bands_of_one_shape_are_kept_apart(tmp_path):
         ({"granularity": "head"}, "granularity 'head' is not one of layer, layer_band"),
         ({"granularity": None}, "granularity None is not one of"),
         ({"granularity": ["layer"]}, "granularity"),
-        ({"format": "lpes-factors/2"}, "not a lpes-factors/1 file"),
-        ({"format": None}, "not a lpes-factors/1 file"),
+        ({"format": "lpes-factors/3"}, "not a lpes-factors/2 file"),
+        ({"format": None}, "not a lpes-factors/2 file"),
     ],
 )
 def test_unusable_files_are_refused(tmp_path, changes, words):
@@ -135,7 +135,7 @@ def test_what_is_not_json_is_refused(tmp_path, content):
 @pytest.mark.parametrize("content", ["[1.0, 1.5]", "1.5", "null", '"lpes-factors/1"'])
 def test_json_of_another_kind_is_refused(tmp_path, content):
     (tmp_path / "f.json").write_text(content)
-    with pytest.raises(UserError, match="not a lpes-factors/1 file; give the factors.json that a search wrote"):
+    with pytest.raises(UserError, match="not a lpes-factors/2 file; give the factors.json that a search wrote"):
         LayerFactors.load(tmp_path / "f.json")
 
 

@@ -136,7 +136,7 @@ HERE = HostFlags(coordinator_address="node1:8476", num_processes=2, process_id=1
         (replace(HERE, num_processes=None), "add --num-processes"),
         (HostFlags(process_id=0), "add --coordinator-address and --num-processes"),
         (replace(HERE, process_id=2), "--process-id 2: 2 processes have ids from 0 to 1"),
-        (replace(HERE, process_id=-1), "--process-id -1"),
+        (replace(HERE, process_id=-1), "--process-id must be at least 0, got -1"),
         (replace(HERE, num_processes=0), "--num-processes must be at least 1"),
         (replace(HERE, coordinator_address="node1"), "'node1' is not HOST:PORT"),
         (replace(HERE, coordinator_address="node1:http"), "is not HOST:PORT"),

@@ -186,8 +186,8 @@ def test_layers_without_rope_have_no_attention_scaling():
     rope = RopeParameters.from_hf(KINDS["yarn"][0])
     table = rope_table(rope, 128, 2, nope_layers=[1])
     x = jax.random.normal(jax.random.key(0), (5, 2, 128))
-    np.testing.assert_array_equal(rotate(x, *cos_sin(table.inv_freq[1], table.attention_scaling, jnp.arange(5))), x)
-    turned = rotate(x, *cos_sin(table.inv_freq[0], table.attention_scaling, jnp.arange(5)))
+    np.testing.assert_array_equal(rotate(x, *cos_sin(table.inv_freq[1], table.layer_scaling[1], jnp.arange(5))), x)
+    turned = rotate(x, *cos_sin(table.inv_freq[0], table.layer_scaling[0], jnp.arange(5)))
     np.testing.assert_allclose(jnp.linalg.norm(turned, axis=-1), jnp.linalg.norm(x, axis=-1) * 1.1386294, rtol=1e-5)
 
 

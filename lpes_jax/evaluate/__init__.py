@@ -1,17 +1,17 @@
 """Measure a model by the position of the fact: `run_evaluation(EvaluateSettings(...))`, or `python -m lpes_jax.evaluate`."""
 
-import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lpes_jax import evaluation, hosts
+from lpes_jax import evaluation, hosts, output
 from lpes_jax.errors import UserError
 from lpes_jax.evaluate.perplexity import measure_perplexity
 from lpes_jax.evaluation import BASELINE, PLAIN, Candidate, Outcome
-from lpes_jax.factors import LayerFactors, write_json
+from lpes_jax.factors import LayerFactors, write_json, write_text
+from lpes_jax.limits import check_bounds
 from lpes_jax.mesh import make_mesh
 from lpes_jax.models.llama import Loaded, load
 from lpes_jax.models.llama.chat import Chat, PromptForm, check_chat, make_chat
@@ -19,12 +19,13 @@ from lpes_jax.provenance import check_deterministic, content_sha256, environment
 from lpes_jax.report.html import write_page
 from lpes_jax.report.plots import depth_by_length, u_curve
 from lpes_jax.report.progress import SearchProgress
-from lpes_jax.report.tables import console, differences, markdown, position_table
+from lpes_jax.report.tables import Grid, differences, markdown, position_table, show
+from lpes_jax.same_model import check_loaded
 from lpes_jax.search.run_folder import check_processes
 from lpes_jax.tasks.chat import ChatTask
 from lpes_jax.tasks.flags import TaskFlags, task_of, title_of
 from lpes_jax.tasks.metrics import effective_length
-from lpes_jax.tasks.prompts import Overlength, checked_stop
+from lpes_jax.tasks.prompts import Overlength, check_once, check_positions, checked_stop
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,13 @@ class EvaluateSettings(TaskFlags):
     model: str = "tiny-retriever"
     """A name in models/zoo, a folder in Hugging Face layout, a .gguf file, or a Hugging Face hub id."""
     output_path: Path = Path("runs/evaluate")
-    """Folder of the results."""
+    """Folder of the results (where it is not given and taken: runs/evaluate-2, ...)."""
+    overwrite: bool = False
+    """Replace the finished run of evaluate or compare in --output-path."""
     factors: Path | None = None
     """factors.json of a search, or the zoo's by name (MODEL/NAME); measured beside the model as it is."""
+    other_model: bool = False
+    """Take factors that were found for another model (other sizes, RoPE or tokenizer), as far as their shape fits."""
     only_factors: bool = False
     """Leave out the model as it is and the plain prompts."""
 
@@ -66,6 +71,8 @@ class EvaluateSettings(TaskFlags):
     """Texts that end an output, besides the model's own end and the task's."""
     overlength: Overlength = "error"
     """What becomes of questions too long for the model's window: skip leaves them out at every position, and counts them."""
+    drop_leaky: bool = False
+    """Leave out questions whose gold answer is empty to the metric, or stands in what is beside the fact; they are counted."""
     lengths: tuple[int, ...] = ()
     """needle: tokens of a prompt, for a heat map of depth and length."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -87,26 +94,28 @@ def run_evaluation(settings: EvaluateSettings) -> list[Outcome]:
     started = time.time()
     _check(settings)
     check_deterministic(settings.deterministic)
+    hosts.from_first(lambda: output.check(settings.output_path, "evaluate", overwrite=settings.overwrite))
     task = task_of(settings, max_new_tokens=settings.max_new_tokens)
     factors = None if settings.factors is None else LayerFactors.load(settings.factors)
     examples = []
     if settings.task != "perplexity" and not settings.lengths:  # before the model is loaded: a bad file shows at once
         examples = task.examples(settings.split, settings.limit, settings.seed)
     loaded = load(settings.model, settings.dtype, make_mesh(settings.model_axis))
-    config = loaded.model.config
     candidates = [] if settings.only_factors else [Candidate(PLAIN, plain=True), Candidate(BASELINE)]
+    factors_model = None
     if factors is not None:
-        factors.for_model(config.num_layers, config.num_kv_heads, config.rotary_dim, str(settings.factors))
+        factors_model = check_loaded(factors, loaded, str(settings.factors), settings.other_model)
         candidates.append(Candidate("factors", factors))
     _check_processes(settings, loaded, factors)
     if settings.task == "perplexity":
         unforced = [candidate for candidate in candidates if not candidate.plain]
-        results = measure_perplexity(task, loaded, unforced, settings.split, settings.limit, settings.batch_size)
+        results, lines = measure_perplexity(task, loaded, unforced, settings.split, settings.limit, settings.batch_size)
         if not hosts.is_first():
             return []
-        _folder(settings)
         results |= {"data_sha256": content_sha256(Path(settings.data))} if settings.data else {}
-        write_json(settings.output_path / "results.json", results | _record(settings, loaded, None))
+        with output.staged(settings.output_path) as folder:
+            write_json(folder / "results.json", results | _record(settings, loaded, None, factors_model))
+        show(*lines, f"results: {settings.output_path}")
         return []
     chat = make_chat(
         loaded.tokenizer,
@@ -115,21 +124,21 @@ def run_evaluation(settings: EvaluateSettings) -> list[Outcome]:
         system_prompt=settings.system_prompt,
     )
     if settings.lengths:
-        return _by_length(settings, task, loaded, chat, candidates, started)
+        return _by_length(settings, task, loaded, chat, candidates, started, factors_model)
     places, outcomes = _measure(settings, task, examples, loaded, chat, candidates)
     if hosts.is_first():
-        results = evaluation.results_record(task, outcomes, places, _record(settings, loaded, chat), started)
+        config = _record(settings, loaded, chat, factors_model)
+        results = evaluation.results_record(task, outcomes, places, config, started)
         _write(settings, task, outcomes, places, results, loaded.identity["name"])
     return outcomes
 
 
 def _check(settings: EvaluateSettings) -> None:
-    if settings.limit < 1:
-        raise UserError(f"--limit must be at least 1, got {settings.limit}")
-    if settings.batch_size is not None and settings.batch_size < 1:
-        raise UserError(f"--batch-size must be at least 1, got {settings.batch_size}")
-    if not (settings.slots or settings.positions):
-        raise UserError("--positions: give at least one position, in percent")
+    check_bounds(settings)
+    if not settings.slots:
+        check_positions(settings.positions)
+    for name in ("slots", "lengths", "metrics"):
+        check_once(getattr(settings, name), f"--{name}")
     if settings.only_factors and settings.factors is None:
         raise UserError("--only-factors needs --factors")
     if settings.lengths and settings.task != "needle":
@@ -145,7 +154,7 @@ def _check(settings: EvaluateSettings) -> None:
 def _check_processes(settings: EvaluateSettings, loaded: Loaded, factors: LayerFactors | None) -> None:
     """Raise UserError where several processes do not measure the same."""
     here = ("model", "data", "factors", "output_path")
-    sha256 = {"factors": None if factors is None else hashlib.sha256(factors.factors.tobytes()).hexdigest()}
+    sha256 = {"factors": None if factors is None else factors.sha256}
     sha256 |= {"data": content_sha256(Path(settings.data))} if settings.data else {}
     named = {name: value for name, value in asdict(settings).items() if name not in here}
     check_processes(
@@ -180,6 +189,7 @@ def _measure(
             stop_ids=loaded.stop_ids,
             stop=settings.stop,
             overlength=settings.overlength,
+            drop_leaky=settings.drop_leaky,
             batch_size=settings.batch_size,
             on_prompts=progress.prompts,
         )
@@ -187,7 +197,13 @@ def _measure(
 
 
 def _by_length(
-    settings: EvaluateSettings, task: Any, loaded: Loaded, chat: Chat | None, candidates: Sequence[Candidate], started: float
+    settings: EvaluateSettings,
+    task: Any,
+    loaded: Loaded,
+    chat: Chat | None,
+    candidates: Sequence[Candidate],
+    started: float,
+    factors_model: dict[str, Any] | None,
 ) -> list[Outcome]:
     """The task at each length: a heat map of depth and length for each candidate, and the length up to which it holds."""
     by_length: dict[int, list[Outcome]] = {}
@@ -196,45 +212,54 @@ def _by_length(
         version = task.of_length(length, loaded.tokenizer)
         examples = version.examples(settings.split, settings.limit, settings.seed)
         places, by_length[length] = _measure(settings, version, examples, loaded, chat, candidates)
-    lengths, last = list(by_length), by_length[max(by_length)]
+    last = by_length[max(by_length)]
     everything = [outcome for outcomes in by_length.values() for outcome in outcomes]
     if not hosts.is_first():
         return everything
-    record = evaluation.results_record(task, last, places, _record(settings, loaded, chat), started)
+    config = _record(settings, loaded, chat, factors_model)
+    record = evaluation.results_record(task, last, places, config, started)
     record["by_length"] = {length: evaluation.figures_of(outcomes, places) for length, outcomes in by_length.items()}
     record["effective_length"] = {}
-    _folder(settings)
-    out, lines, pictures = console(), [], {}
     positions = [position for _, position in places]
+    with output.staged(settings.output_path) as folder:
+        lines = _write_by_length(settings, folder, task, loaded, by_length, positions, record)
+        evaluation.write_samples(folder / "samples.jsonl", everything)
+    show(*lines, f"results: {settings.output_path}")
+    return everything
+
+
+def _write_by_length(
+    settings: EvaluateSettings,
+    folder: Path,
+    task: Any,
+    loaded: Loaded,
+    by_length: dict[int, list[Outcome]],
+    positions: list[int],
+    record: dict[str, Any],
+) -> list[str]:
+    """The pictures, the page and results.json; what to print."""
+    lengths, last, lines, pictures = list(by_length), by_length[max(by_length)], [], {}
     for at, outcome in enumerate(last):
         name = outcome.candidate.name
         accuracy = [outcomes[at].main.mean(axis=0).tolist() for outcomes in by_length.values()]
         means = [sum(row) / len(row) for row in accuracy]
         record["effective_length"][name] = effective_length(lengths, means)
-        stem = settings.output_path / f"depth_by_length_{name.replace(' ', '_')}"
+        stem = folder / f"depth_by_length_{name.replace(' ', '_')}"
         title = f"{loaded.identity['name']}, {name}: {outcome.metric}"
         pictures[f"Depth by length: {name}"] = depth_by_length(stem, positions, lengths, accuracy, title)[1]
         shown = ", ".join(f"{length}: {100 * mean:.1f}" for length, mean in zip(lengths, means, strict=True))
         lines.append(f"{name}, {outcome.metric} in % by length: {shown}; effective length: {record['effective_length'][name]}")
-        out.print(lines[-1])
     head = f"Evaluate: {loaded.identity['name']}, {task.name} by length"
-    write_page(settings.output_path, "evaluate", head, settings, record, "\n\n".join(lines), pictures)
-    write_json(settings.output_path / "results.json", record)
-    evaluation.write_samples(settings.output_path / "samples.jsonl", everything)
-    out.print(f"results: {settings.output_path}", highlight=False, soft_wrap=True)
-    return everything
+    write_page(folder, "evaluate", head, settings, record, "\n\n".join(lines), pictures)
+    write_json(folder / "results.json", record)
+    return lines
 
 
-def _record(settings: EvaluateSettings, loaded: Loaded, chat: Chat | None) -> dict[str, Any]:
+def _record(
+    settings: EvaluateSettings, loaded: Loaded, chat: Chat | None, factors_model: dict[str, Any] | None
+) -> dict[str, Any]:
     record = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(settings).items()}
-    return record | {"model_identity": loaded.identity, "chat": chat and chat.record}
-
-
-def _folder(settings: EvaluateSettings) -> None:
-    try:
-        settings.output_path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--output-path {settings.output_path}: cannot be written ({error.strerror})") from error
+    return record | {"model_identity": loaded.identity, "factors_model": factors_model, "chat": chat and chat.record}
 
 
 def _write(
@@ -245,28 +270,29 @@ def _write(
     results: dict[str, Any],
     model: str,
 ) -> None:
-    folder = settings.output_path
-    _folder(settings)
-    evaluation.write_samples(folder / "samples.jsonl", outcomes)
-    write_json(folder / "results.json", results)
     positions = [position for _, position in places]
     title = f"{model}, {title_of(settings, task)}, {len(outcomes[0].main)} questions"
     curves = {outcome.candidate.name: (outcome.main.mean(axis=0).tolist(), len(outcome.main)) for outcome in outcomes}
-    picture = u_curve(folder / "positions", positions, curves, title)[1]
-    out, tables = console(), []
+    grids: list[Grid] = []
+    tables: list[str] = []
     for metric in outcomes[0].scores:
         table_rows = evaluation.rows(outcomes, metric)
-        out.print(position_table(table_rows, positions, f"{title}: {metric}"))
+        grids.append(position_table(table_rows, positions, f"{title}: {metric}"))
         tables.append(f"{metric}\n\n{markdown(table_rows, positions)}\n")
     if compared := differences(results["methods"]):
         tables.append(f"{outcomes[0].metric}\n\n{compared}\n")
     text = "\n".join(tables)
-    (folder / "results.md").write_text(text, encoding="utf-8")
-    write_page(folder, "evaluate", f"Evaluate: {title}", settings, results, text, {"Accuracy by position": picture})
+    with output.staged(settings.output_path) as folder:
+        evaluation.write_samples(folder / "samples.jsonl", outcomes)
+        picture = u_curve(folder / "positions", positions, curves, title)[1]
+        write_text(folder / "results.md", text)
+        write_page(folder, "evaluate", f"Evaluate: {title}", settings, results, text, {"Accuracy by position": picture})
+        write_json(folder / "results.json", results)
+    lines = []
     for name, figures in results["methods"].items():
         if "substring_but_not_prefix" in figures:
-            out.print(f"{name}: {figures['substring_but_not_prefix']} answers that substring accepts and prefix does not")
+            lines.append(f"{name}: {figures['substring_but_not_prefix']} answers that substring accepts and prefix does not")
         unusual = {key: figures[key] for key in evaluation.COUNTS if figures.get(key)}
         if unusual:
-            out.print(f"{name}: " + ", ".join(f"{key.replace('_', ' ')}: {count}" for key, count in unusual.items()))
-    out.print(f"{outcomes[-1].compilations} compiled shapes; results: {folder}", highlight=False, soft_wrap=True)
+            lines.append(f"{name}: " + ", ".join(f"{key.replace('_', ' ')}: {count}" for key, count in unusual.items()))
+    show(*grids, *lines, f"{outcomes[-1].compilations} compiled shapes; results: {settings.output_path}")

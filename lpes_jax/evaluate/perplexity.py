@@ -12,7 +12,6 @@ from lpes_jax.mesh import mesh_of
 from lpes_jax.models.llama import Loaded
 from lpes_jax.models.llama.method import of_table
 from lpes_jax.models.llama.model import Llama
-from lpes_jax.report.tables import console
 from lpes_jax.tasks.perplexity import Perplexity, Window, perplexity, perplexity_by_position
 from lpes_jax.tasks.prompts import Split
 from lpes_jax.text_nll import token_nll
@@ -25,8 +24,8 @@ def measure_perplexity(
     split: Split,
     limit: int | None,
     batch_size: int | None = None,
-) -> dict[str, Any]:
-    """`results.json` of the task, printed as well, of at most `limit` windows.
+) -> tuple[dict[str, Any], list[str]]:
+    """`results.json` of the task, of at most `limit` windows, and a line for each candidate.
 
     Windows longer than the model's are allowed: that is how extrapolation is measured. Raises UserError for a text that is
     too short.
@@ -34,7 +33,7 @@ def measure_perplexity(
     everything = task.windows(loaded.tokenizer, split)
     windows = everything[:limit]
     methods: dict[str, Any] = {}
-    out = console()
+    lines: list[str] = []
     for candidate in candidates:
         nlls = text_nlls(loaded.model, windows, candidate, batch_size or 1)
         by_position = perplexity_by_position(windows, nlls)
@@ -44,16 +43,17 @@ def measure_perplexity(
             "perplexity_by_position": {str(start): value for start, value in by_position},
         }
         shown = ", ".join(f"{start}: {value:.2f}" for start, value in by_position)
-        out.print(f"{candidate.name}: perplexity {methods[candidate.name]['perplexity,none']:.3f}; from position {shown}")
+        lines.append(f"{candidate.name}: perplexity {methods[candidate.name]['perplexity,none']:.3f}; from position {shown}")
     last = methods[candidates[-1].name]
     tokens = sum(len(window.ids) - window.scored for window in windows)
-    return {
+    record = {
         "results": {task.name: {"alias": task.name, **last}},
         "methods": methods,
         "n-samples": {task.name: {"original": len(everything), "effective": len(windows)}},
         "scored_tokens": tokens,
         **environment(),
     }
+    return record, lines
 
 
 def text_nlls(
@@ -61,10 +61,10 @@ def text_nlls(
 ) -> list[Float[np.ndarray, "T"]]:
     """-log p of each token of each window. `batch_size` is windows a pass and device."""
     mesh = mesh_of(model)
-    batch_size *= 1 if mesh is None else mesh.shape["population"]
-    longest, factors = max(len(window.ids) for window in windows), candidate.factors
-    scaled = None if factors is None else jnp.asarray(factors.factors, jnp.float32)
-    method = of_table(model.config.rope_table(longest, scaled, "layer" if factors is None else factors.granularity))
+    places = 1 if mesh is None else mesh.shape["population"]
+    batch_size = min(batch_size, -(-len(windows) // places)) * places
+    longest = max(len(window.ids) for window in windows)
+    method = of_table(model.config.rope_table(longest, candidate.factors))
     if candidate.method is not None:
         method = candidate.method(model.config, longest)
     nlls: list[np.ndarray] = []

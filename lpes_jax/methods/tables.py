@@ -41,7 +41,7 @@ uniform = position_interpolation  # the same table; its factor is tuned, on the 
 
 def mean_of(factors: LayerFactors) -> Maker:
     """Position interpolation by the mean of found factors: the LPES paper's PI baseline."""
-    interpolated = position_interpolation(float(np.mean(factors.factors)))
+    interpolated = position_interpolation(factors.mean)
 
     def make(config: LlamaConfig, length: int) -> Method:
         _fitted("mean_of", factors, config)
@@ -105,7 +105,7 @@ def yarn(
 
 
 def lpes(factors: LayerFactors, beyond: str | None = None, factor: float | None = None) -> Maker:
-    """The positions of layer l divided by its own factor (paper, Eq. 2), at every length.
+    """The positions of layer l divided by its own factor (paper, Eq. 2), at every length, with the factors' gains.
 
     Texts longer than the model's window W may be stretched as well: `beyond="linear"` divides all positions by `factor` once
     more, `"dynamic"` takes the base of `dynamic_ntk(factor)` and divides by the layer's factor what that gives. (The authors'
@@ -120,12 +120,11 @@ def lpes(factors: LayerFactors, beyond: str | None = None, factor: float | None 
 
     def make(config: LlamaConfig, length: int) -> Method:
         found = _fitted("LPES", factors, config)
-        values = jnp.asarray(found.factors, jnp.float32)
-        if beyond == "linear" and length > config.max_position_embeddings:
-            values = values * jnp.asarray(factor, jnp.float32)
-        elif beyond == "dynamic":
+        if beyond == "dynamic":
             config = _with_rope("LPES with dynamic NTK", config, rope_type="dynamic", factor=factor)
-        return of_table(config.rope_table(length, values, found.granularity))
+        elif beyond == "linear" and length > config.max_position_embeddings:
+            found = replace(found, factors=np.asarray(found.factors, np.float32) * np.float32(factor))
+        return of_table(config.rope_table(length, found))
 
     return make
 
@@ -152,4 +151,4 @@ def _check_factor(name: str, factor: float) -> None:
 
 
 def _fitted(name: str, factors: LayerFactors, config: LlamaConfig) -> LayerFactors:
-    return factors.for_model(config.num_layers, config.num_kv_heads, config.head_dim, name)
+    return factors.for_model(config.num_layers, config.num_kv_heads, config.rotary_dim, name)

@@ -6,13 +6,14 @@ The pictures are the run's own SVG files, inside the page as data URIs; the tabl
 import base64
 import dataclasses
 import json
-import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
+
+from lpes_jax.factors import write_text
 
 STYLE = """
 body { margin: 0 auto; padding: 1rem; max-width: 60rem; font: 1rem/1.5 system-ui, sans-serif; color: #1a1a1a; }
@@ -75,9 +76,7 @@ def write_page(
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(title)}'
     page = f'<!doctype html>\n<html lang="en">\n<head>{head}</title><style>{STYLE}</style></head>\n<body>\n'
     path = folder / "report.html"
-    temporary = folder / "report.html.part"
-    temporary.write_text(page + "\n".join(parts) + "\n</body>\n</html>\n", encoding="utf-8")
-    os.replace(temporary, path)
+    write_text(path, page + "\n".join(parts) + "\n</body>\n</html>\n")
     return path
 
 

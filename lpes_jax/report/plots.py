@@ -1,21 +1,29 @@
 """The pictures of a run: accuracy by position (the U curve), the factors by layer (the paper's Figure 2), the way of a search.
 
-Each function writes stem.png and stem.svg. Figures are objects, pyplot and its global state are not used, and the same
-input gives the same SVG. Colours are Okabe and Ito's, which colour-blind readers can tell apart; markers differ as well.
+Each function writes stem.png and stem.svg. Figures are objects, pyplot and its global state are not used, nor a backend or a
+style that the user has set, and the same input gives the same SVG. Texts are what they say: no mathematics, and characters
+that the font lacks are written as escapes. Colours are Okabe and Ito's, which colour-blind readers can tell apart; markers
+differ as well.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import matplotlib
 import numpy as np
 from jaxtyping import Float
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from matplotlib.font_manager import findfont, get_font
+from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
 
+from lpes_jax.report.tables import printable
 from lpes_jax.rope import Granularity
 from lpes_jax.statistics import wilson_interval
 
@@ -26,8 +34,23 @@ ROWS = {
     "layer_group": "KV group",
     "layer_group_band": "KV group (in each: frequency bands, fastest below)",
 }
+Drawing = TypeVar("Drawing", bound=Callable[..., Any])
+_TITLE = 84  # characters of a line
 
 
+def in_our_style(draw: Drawing) -> Drawing:
+    """Draw as matplotlib does without any settings of the user's."""
+
+    @functools.wraps(draw)
+    def drawn(*arguments: Any, **named: Any) -> Any:
+        ours: Any = {name: value for name, value in matplotlib.rcParamsDefault.items() if not name.startswith("backend")}
+        with matplotlib.rc_context(ours):
+            return draw(*arguments, **named)
+
+    return drawn  # pyright: ignore[reportReturnType]
+
+
+@in_our_style
 def u_curve(
     stem: Path, positions: Sequence[int], curves: Mapping[str, tuple[Sequence[float], int]], title: str
 ) -> tuple[Path, Path]:
@@ -65,13 +88,14 @@ def u_curve(
         xticks=list(positions),
         ylim=(0, 102),
     )
-    axes.set_title(title, loc="left", fontweight="bold")
+    _title(axes, title)
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right center", frameon=False, labelspacing=0.9)
     plain(axes)
     return save(figure, stem)
 
 
+@in_our_style
 def depth_by_length(
     stem: Path, positions: Sequence[int], lengths: Sequence[int], accuracy: Sequence[Sequence[float]], title: str
 ) -> tuple[Path, Path]:
@@ -90,7 +114,7 @@ def depth_by_length(
         colour = "black" if percent[row, column] > 60 else "white"
         axes.text(column, row, f"{percent[row, column]:.0f}", ha="center", va="center", color=colour, fontsize=8)
     figure.colorbar(image, ax=axes, label="%")
-    axes.set_title(title, loc="left", fontweight="bold", fontsize=9)
+    _title(axes, title, fontsize=9)
     lines = [",".join(["depth", *map(str, lengths)])]
     lines += [
         ",".join([str(depth), *(f"{value:.4f}" for value in row / 100)]) for depth, row in zip(positions, percent, strict=True)
@@ -99,6 +123,7 @@ def depth_by_length(
     return save(figure, stem)
 
 
+@in_our_style
 def factors_by_layer(
     stem: Path,
     factors: Float[np.ndarray, "L *rest"],
@@ -120,21 +145,24 @@ def factors_by_layer(
         _points(axes, factors, control_points, curve_xy, layers or (0, len(factors) - 1))
     else:
         _heat_map(axes, factors, granularity)
-    axes.set_title(title, loc="left", fontweight="bold")
+    _title(axes, title)
     return save(figure, stem)
 
 
-def search_history(stem: Path, records: Sequence[Mapping[str, Any]], title: str) -> tuple[Path, Path]:
+@in_our_style
+def search_history(
+    stem: Path, records: Sequence[Mapping[str, Any]], title: str, tasks: Sequence[str] = ()
+) -> tuple[Path, Path]:
     """The way of a search, from the lines of its history: the fitness of all individuals by generation, or losses by step.
 
-    Individuals without a finite fitness are crosses at the bottom.
+    Individuals without a finite fitness are crosses at the bottom. `tasks`: names of a mixture's, whose losses are per token.
     """
     figure = Figure(figsize=(7.2, 4.4), dpi=200, layout="constrained")
     if "step" in records[0]:
-        _losses(figure, records)
+        _losses(figure, records, tasks)
     else:
         _fitness(figure.add_subplot(), records)
-    figure.axes[0].set_title(title, loc="left", fontweight="bold")
+    _title(figure.axes[0], title)
     figure.legend(loc="outside lower center", ncols=2 if "step" in records[0] else 4, frameon=False)
     return save(figure, stem)
 
@@ -160,13 +188,13 @@ def _fitness(axes: Axes, records: Sequence[Mapping[str, Any]]) -> None:
     plain(axes)
 
 
-def _losses(figure: Figure, records: Sequence[Mapping[str, Any]]) -> None:
+def _losses(figure: Figure, records: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
     """The whole objective, and below it, on scales of their own, what it is made of, where that is more than one loss."""
     step = [record["step"] for record in records]
     train = _column(record["train_loss"] for record in records)
     objective, text = -_column(record["fitness"] for record in records), _column(record["text_loss"] for record in records)
     tasks, has_text = np.array([record["task_losses"] for record in records], float), bool(np.isfinite(text).any())
-    with_tasks = has_text or tasks.shape[1] > 1
+    with_tasks = has_text or tasks.shape[1] > 1 or bool(names)
     figure.set_size_inches(7.2, 4.4 + 1.5 * (with_tasks + has_text))
     panels: list[Axes] = list(figure.subplots(1 + with_tasks + has_text, sharex=True, squeeze=False)[:, 0])
     panels[0].plot(step, train, "s--", color=BASELINE, markersize=4, linewidth=1.2, label="objective, minibatches")
@@ -175,8 +203,9 @@ def _losses(figure: Figure, records: Sequence[Mapping[str, Any]]) -> None:
     if with_tasks:
         for at, losses in enumerate(tasks.T):
             name = f"answers, task {at + 1}, held back" if tasks.shape[1] > 1 else "answers, held back"
+            name = f"{names[at]}, held back" if names else name
             panels[1].plot(step, losses, f"{'vDPX'[at % 4]}-", color=OTHERS[at % 3], markersize=4, linewidth=1.2, label=name)
-        panels[1].set(ylabel="nats a prompt")
+        panels[1].set(ylabel="nats a token" if names else "nats a prompt")
     if has_text:
         panels[2].plot(step, text, "^-", color=OTHERS[3], markersize=4, label="plain text, held back")
         panels[2].set(ylabel="nats a token")
@@ -240,10 +269,34 @@ def plain(axes: Axes) -> None:
     axes.set_axisbelow(True)
 
 
+def _title(axes: Axes, title: str, **style: Any) -> None:
+    """A title over the left edge; a long one has several lines."""
+    axes.set_title(textwrap.fill(printable(title), _TITLE), loc="left", fontweight="bold", **style)
+
+
+@in_our_style
 def save(figure: Figure, stem: Path) -> tuple[Path, Path]:
     """Write stem.png and stem.svg (a dot in the stem is no suffix); returns their paths."""
+    FigureCanvasAgg(figure)
+    for text in figure.findobj(Text):
+        assert isinstance(text, Text)
+        if shown := text.get_text():  # not of ticks, which have theirs from the first drawing on
+            text.set_text(_legible(shown, text))
+            text.set_parse_math(False)
     png, svg = stem.with_name(stem.name + ".png"), stem.with_name(stem.name + ".svg")
     with matplotlib.rc_context({"svg.hashsalt": "lpes"}):  # ids in the SVG from this, not from a random number
         figure.savefig(png)
         figure.savefig(svg, metadata={"Date": None})
     return png, svg
+
+
+def _legible(shown: str, text: Text) -> str:
+    """What the text's font can show of this; other characters as escapes."""
+    known = _characters(findfont(text.get_fontproperties()))
+    lines = (printable(line) for line in shown.split("\n"))
+    return "\n".join("".join(it if ord(it) in known else it.encode("unicode_escape").decode() for it in line) for line in lines)
+
+
+@functools.cache
+def _characters(font: str) -> frozenset[int]:
+    return frozenset(get_font(font).get_charmap())

@@ -1,11 +1,17 @@
 """How far a search is: a live line in a terminal, a plain line a generation elsewhere."""
 
+import contextlib
+import os
 import sys
 import time
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from lpes_jax import process
+from lpes_jax.report.tables import printable
 
 _EVERY = 15.0  # seconds between plain lines
 
@@ -18,18 +24,26 @@ class SearchProgress:
         self._total, self._done, self._note = total, 0, ""
         self._started = self._last_line = time.monotonic()
         self._bar = Progress(
-            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn(),
-            console=self._console, transient=True,
-        )  # fmt: skip
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeRemainingColumn(),
+            console=self._console,
+            transient=True,
+        )
+        self._open = contextlib.ExitStack()
         self._task = self._bar.add_task("", total=total, rate="")
 
     def __enter__(self) -> "SearchProgress":
         if self._console.is_terminal:
+            self._open.enter_context(process.cleaning(_restore_cursor))
             self._bar.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._bar.stop()
+        if self._console.is_terminal:
+            self._bar.stop()
+        self._open.close()
 
     def prompts(self, count: int) -> None:
         """So many more pairs are done."""
@@ -45,14 +59,15 @@ class SearchProgress:
 
     def note(self, text: str) -> None:
         """What is going on now; a plain line where there is no terminal."""
-        self._note = text
-        self._bar.update(self._task, description=text)
+        self._note = printable(text)
+        self._bar.update(self._task, description=self._note)
         if not self._console.is_terminal:
             self._line()
 
     def _line(self) -> None:
         self._last_line = time.monotonic()
-        self._console.print(f"{self._note}  {self._rate()}  {self._left()}", highlight=False, soft_wrap=True)
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            self._console.print(Text(f"{self._note}  {self._rate()}  {self._left()}"), soft_wrap=True)
 
     def _rate(self) -> str:
         return f"{self._done / max(time.monotonic() - self._started, 1e-9):.1f} prompts/s"
@@ -62,3 +77,8 @@ class SearchProgress:
             return f"{self._total} prompts to score"
         seconds = (time.monotonic() - self._started) * (self._total - self._done) / self._done
         return f"about {int(seconds) // 60}:{int(seconds) % 60:02d} left"
+
+
+def _restore_cursor() -> None:
+    """What rich does at the end of a bar: no bar, and a cursor."""
+    os.write(2, b"\r\x1b[2K\x1b[?25h")

@@ -1,15 +1,26 @@
 """Accuracy by position as a table: for the terminal (rich) and for a README (markdown).
 
 A row is a model with some factors or method; the last columns say how sure it is and how it compares with the baseline.
+What goes to the terminal goes there by `show`, when the files are written. Nothing is cut there, however narrow it is, and no
+text is markup.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import contextlib
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
+from rich.text import Text
+
+from lpes_jax.process import plain
+
+_ENDLESS = 10_000  # columns of what is no terminal
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -27,20 +38,85 @@ class Row:
     log_likelihood: float | None = None
 
 
-def position_table(rows: Sequence[Row], positions: Sequence[int], title: str) -> Table:
+@dataclass(frozen=True)
+class Grid:
+    """Rows of cells for a terminal of any width: a table, or where it does not fit several with some of the columns each, all
+    behind the first column, or where that does not fit either a line a cell. No cell is cut, and none is read as markup.
+
+    `header` None: the rows are names and values. `right`: all columns but the first are figures. `styles`: of cells that have
+    just this text.
+    """
+
+    title: str
+    header: Sequence[str] | None
+    rows: Sequence[Sequence[str]]
+    right: bool = True
+    styles: Mapping[str, str] = field(default_factory=dict)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterable[RenderableType]:
+        def shown(cells: Sequence[str]) -> list[str]:
+            return [plain(printable(cell), options.encoding) for cell in cells]
+
+        header, rows = shown(self.header or ()), [shown(row) for row in self.rows]
+        widths = [max(map(cell_len, column)) for column in zip(*rows, *([header] if header else []), strict=True)]
+        room = options.max_width - sum(widths[:1]) - 4
+        yield Text(*shown([self.title]), style="table.title", overflow="fold")
+        groups: list[list[int]] = [[]]
+        for column in range(1, len(widths)):
+            if groups[-1] and sum(widths[at] + 3 for at in (*groups[-1], column)) > room:
+                groups.append([])
+            groups[-1].append(column)
+        if max(widths[1:], default=0) + 3 > room or (len(groups) > 1 and not header):
+            yield from self._lines(header, rows)
+            return
+        for group in groups:
+            table = Table(show_header=bool(header))
+            for column in (0, *group):
+                title = Text(header[column] if header else "")
+                table.add_column(title, justify="right" if self.right and column else "left", no_wrap=True)
+            for row in rows:
+                table.add_row(*(Text(row[column], self.styles.get(row[column], "")) for column in (0, *group)))
+            yield table
+
+    def _lines(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterable[Text]:
+        for name, *cells in rows:
+            if not header:
+                yield Text(f"{name}: {' '.join(cells)}", overflow="fold")
+                continue
+            yield Text(name, overflow="fold")
+            for title, cell in zip(header[1:], cells, strict=True):
+                yield Text(f"  {title}: {cell}", overflow="fold")
+
+
+def position_table(rows: Sequence[Row], positions: Sequence[int], title: str) -> Grid:
     """The table for a terminal."""
-    table = Table(title=escape(title))
-    for number, head in enumerate(_header(positions)):
-        table.add_column(head, justify="right" if number else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*map(escape, _cells(row)))
-    return table
+    return Grid(title, _header(positions), [_cells(row) for row in rows])
 
 
-def console() -> Console:
-    """Where tables go: stdout, wide enough for one where it is no terminal."""
-    terminal = Console()
-    return terminal if terminal.is_terminal else Console(width=112)
+def show(*parts: Grid | str) -> None:
+    """Print tables and lines on standard output, for a person: files come first, and whatever becomes of this is no error.
+
+    A line is as long as it is (paths can be copied); a terminal wraps it.
+    """
+    stream = sys.stdout
+    if stream is None:  # closed before Python started
+        return
+    width = max(Console().width, 20) if stream.isatty() else _ENDLESS
+    console = Console(width=width, markup=False, emoji=False, highlight=False, force_jupyter=False)
+    with console.capture() as captured:
+        for part in parts:
+            if isinstance(part, Grid):
+                console.print(part)
+            else:
+                console.print(Text("\n".join(map(printable, part.split("\n")))), soft_wrap=True)
+    with contextlib.suppress(OSError, ValueError):  # its reader is gone, or it is closed
+        stream.write(plain(captured.get(), stream.encoding))
+        stream.flush()
+
+
+def printable(text: str) -> str:
+    """The text with control characters, and bytes that are none, written as escapes: what a terminal or a picture can show."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def markdown(rows: Sequence[Row], positions: Sequence[int]) -> str:
@@ -70,6 +146,18 @@ def differences(methods: Mapping[str, Mapping[str, Any]]) -> str:
     if exact:
         note += " Behind a position: McNemar's exact p of that position alone, not corrected."
     return f"{_markdown(lines)}\n\n{note}"
+
+
+def by_task(tasks: Mapping[str, Mapping[str, float]]) -> str:
+    """How a search did on each task of a mixture, on the questions that it chose by, in GitHub's markdown."""
+    has_loss = all("loss" in it for it in tasks.values())
+    lines = [["task", "accuracy", "as it was"], ["---", "---:", "---:"]]
+    if has_loss:
+        lines = [[*lines[0], "loss (nats a token)", "as it was"], [*lines[1], "---:", "---:"]]
+    for title, it in tasks.items():
+        line = [title, f"{100 * it['accuracy']:.1f}", f"{100 * it['accuracy_at_start']:.1f}"]
+        lines.append(line + ([f"{it['loss']:.3f}", f"{it['loss_at_start']:.3f}"] if has_loss else []))
+    return _markdown(lines)
 
 
 def _difference(it: Mapping[str, Any]) -> str:

@@ -10,22 +10,25 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from lpes_jax import hosts, output
 from lpes_jax.curves import bezier_outline
 from lpes_jax.errors import UserError
 from lpes_jax.evaluation import BASELINE, PLAIN, results_record, rows, write_samples
-from lpes_jax.factors import write_json
+from lpes_jax.factors import LayerFactors, write_json, write_text
 from lpes_jax.mesh import make_mesh
 from lpes_jax.models.llama import Loaded, load
 from lpes_jax.models.llama.chat import make_chat
 from lpes_jax.provenance import check_deterministic
 from lpes_jax.report.html import write_page
 from lpes_jax.report.plots import factors_by_layer, search_history, u_curve
-from lpes_jax.report.tables import console, differences, markdown, position_table
+from lpes_jax.report.tables import Grid, by_task, differences, markdown, position_table, show
+from lpes_jax.same_model import check_loaded
 from lpes_jax.search.loop import SearchResult, search
+from lpes_jax.search.mixture import file_stem, mixture_of
 from lpes_jax.search.run_folder import RunFolder
 from lpes_jax.search.settings import SearchSettings, as_record, check, preset, preset_values
 from lpes_jax.tasks.chat import ChatTask
-from lpes_jax.tasks.flags import tasks_of, title_of
+from lpes_jax.tasks.flags import name_of, tasks_of, title_of
 
 __all__ = ["SearchResult", "SearchSettings", "preset", "run_search"]
 
@@ -43,10 +46,14 @@ def run_search(settings: SearchSettings, loaded: Loaded | None = None, measured:
     started = time.time()
     check(settings)
     check_deterministic(settings.deterministic)
-    if settings.task == "perplexity":
+    overwrite, resume = settings.overwrite, settings.resume
+    hosts.from_first(lambda: output.check(settings.output_path, "search", overwrite=overwrite, resume=resume))
+    mixture = mixture_of(settings, settings.limit, settings.test_limit, max_new_tokens=settings.max_new_tokens)
+    if mixture is None and name_of(settings) == "perplexity":
         raise UserError("--task perplexity has no questions to search on; search on another task and evaluate on this one")
-    tasks = tasks_of(settings, max_new_tokens=settings.max_new_tokens)
-    titles = [title_of(settings, task) for task in tasks]
+    tasks = tasks_of(settings, max_new_tokens=settings.max_new_tokens) if mixture is None else mixture.tasks
+    titles = [title_of(settings, task) for task in tasks] if mixture is None else mixture.titles
+    start = None if settings.initial_factors is None else LayerFactors.load(settings.initial_factors)
     loaded = loaded or load(settings.model, settings.dtype, make_mesh(settings.model_axis))
     chat = make_chat(
         loaded.tokenizer,
@@ -56,31 +63,48 @@ def run_search(settings: SearchSettings, loaded: Loaded | None = None, measured:
     )
     if chat is not None:
         tasks = [ChatTask(task, chat.render) for task in tasks]
+        mixture = mixture and mixture.with_tasks(lambda task: ChatTask(task, chat.render))
     identity = loaded.identity | {"chat": chat and chat.record}
-    config = as_record(settings) | {"model_identity": identity}
+    of_mixture = mixture.record() if mixture else {}
+    config = as_record(settings) | {"model_identity": identity} | ({"mixture": of_mixture} if mixture else {})
+    if start is not None:
+        where = f"--initial-factors {settings.initial_factors}"
+        config["factors_model"] = check_loaded(start, loaded, where, settings.other_model)
+    shown: list[Grid | str] = []
 
     def finish(result: SearchResult, folder: RunFolder) -> SearchResult:
         records = [results_record(it.task, it.outcomes, it.places, config, started) for it in result.reports]
-        evaluation = records[0] if len(records) == 1 else _together(titles, records)
+        evaluation = records[0] if len(records) == 1 and mixture is None else _together(titles, records)
+        if mixture is not None:
+            evaluation["data_sha256"] = {title: it["data_sha256"] for title, it in of_mixture.items() if "data" in it}
+            evaluation["prompts_sha256"] = {title: it["prompts_sha256"] for title, it in zip(titles, records, strict=True)}
         evaluation |= {"selection": result.selection}
         result = replace(result, factors=replace(result.factors, evaluation=evaluation["methods"]))
         result.factors.save(folder.path / "factors.json")
         outcomes = [outcome for report in result.reports for outcome in report.outcomes]
-        write_samples(folder.path / "samples.jsonl", outcomes)
+        of_outcomes = [report.title for report in result.reports for _ in report.outcomes] if mixture else []
+        write_samples(folder.path / "samples.jsonl", outcomes, of_outcomes)
         name = loaded.identity["name"]
-        text, pictures = _report(result, settings, folder.path, titles, name, [it["methods"] for it in records])
+        text, pictures, parts = _report(result, settings, folder.path, titles, name, [it["methods"] for it in records])
         history = [json.loads(line) for line in folder.history_path.read_text(encoding="utf-8").splitlines()]
-        pictures["All individuals"] = search_history(folder.path / "history", history, f"{name}: {settings.algorithm}")[1]
+        named = titles if mixture else []
+        pictures["All individuals"] = search_history(folder.path / "history", history, f"{name}: {settings.algorithm}", named)[
+            1
+        ]
         head = f"Search: {name}, {', '.join(titles)}"
-        given = preset_values(getattr(settings, "preset", "default"), settings.algorithm)
+        from_file = settings.mixture is not None
+        given = preset_values(getattr(settings, "preset", "default"), settings.algorithm, mixture=from_file)
         write_page(folder.path, "search", head, settings, evaluation, text, pictures, result.factors.search, given)
         folder.settle()
         write_json(folder.path / "results.json", evaluation)  # last: where it is, all is
+        shown.extend(parts)
         return result
 
-    result = search(settings, loaded.model, loaded.tokenizer, tasks, identity, loaded.stop_ids, finish, measured)
+    asked = tasks if mixture is None else mixture
+    result = search(settings, loaded.model, loaded.tokenizer, asked, identity, loaded.stop_ids, finish, measured)
     if not result.reports:
-        console().print(f"the run in {settings.output_path} is complete, nothing was done", highlight=False, soft_wrap=True)
+        shown.append(f"the run in {settings.output_path} is complete, nothing was done")
+    show(*shown)
     return result
 
 
@@ -100,8 +124,8 @@ def _report(
     titles: Sequence[str],
     model: str,
     figures: Sequence[dict[str, Any]],
-) -> tuple[str, dict[str, Path]]:
-    """Print it, and write results.md and the pictures; the text, and the pictures by their captions."""
+) -> tuple[str, dict[str, Path], list[Grid | str]]:
+    """Write results.md and the pictures; the text, the pictures by their captions, and what to print when all is written."""
     bezier = settings.curve == "bezier" and result.control_points is not None
     _, drawn_factors = factors_by_layer(
         folder / "factors",
@@ -112,8 +136,10 @@ def _report(
         result.factors.granularity,
         layers=tuple(result.factors.curve["layers"]) if result.factors.curve else None,
     )
-    out, tables, pictures = console(), [], {}
-    for what, report, methods in zip(titles, result.reports, figures, strict=True):
+    shown: list[Grid | str] = []
+    tables: list[str] = []
+    pictures: dict[str, Path] = {}
+    for number, (what, report, methods) in enumerate(zip(titles, result.reports, figures, strict=True), 1):
         positions = [position for _, position in report.places]
         title = f"{model}, {what}, {len(report.outcomes[0].main)} held-out questions"
         drawn = [outcome for outcome in report.outcomes if outcome.candidate.name != PLAIN]
@@ -124,25 +150,31 @@ def _report(
             )
             for outcome in drawn
         }
-        name = "positions" if len(titles) == 1 else f"positions_{what.replace(' ', '_').replace('-', '_')}"
+        name = "positions" if len(titles) == 1 else f"positions_{file_stem(what)}"
+        name = f"positions_{number}_{file_stem(what)[:60]}" if report.title else name  # titles may be long, and nearly alike
         pictures[f"Accuracy by position: {what}"] = u_curve(folder / name, positions, curves, title)[1]
-        table_rows = rows(report.outcomes)
-        tables += [f"{what}\n"] if len(titles) > 1 else []
-        tables += [f"{markdown(table_rows, positions)}\n", f"{differences(methods)}\n"]
-        out.print(position_table(table_rows, positions, title))
+        tables += [f"{what}\n"] if len(titles) > 1 or report.title else []
+        for metric in report.outcomes[0].scores if report.title else [None]:
+            table_rows = rows(report.outcomes, metric)
+            tables += [f"{metric}\n"] if report.title else []
+            tables.append(f"{markdown(table_rows, positions)}\n")
+            shown.append(position_table(table_rows, positions, f"{title}{f': {metric}' if report.title else ''}"))
+        tables.append(f"{differences(methods)}\n")
+    if "tasks" in result.selection:
+        searched = by_task(result.selection["tasks"])
+        tables += ["The search's own questions, as the model is and with the found factors\n", f"{searched}\n"]
+        shown.append(searched)
     tables.append(f"{_winners_curse(result.selection)}\n")
     text = "\n".join(tables)
-    (folder / "results.md").write_text(text, encoding="utf-8")
+    write_text(folder / "results.md", text)
     search = result.factors.search
-    out.print(
+    shown.append(
         f"{search['individuals']} individuals, {search['evaluations']} scored by the model, "
         f"{search['prompts_scored']:,} prompts scored, {search['seconds']:.0f} s. "
-        f"'{PLAIN}' has no forced opener behind the prompt; p is against '{BASELINE}', over questions.",
-        highlight=False,
+        f"'{PLAIN}' has no forced opener behind the prompt; p is against '{BASELINE}', over questions."
     )
-    out.print(_winners_curse(result.selection), highlight=False)
-    out.print(f"run folder: {folder}", highlight=False, soft_wrap=True)
-    return text, pictures | {"Factors by layer": drawn_factors}
+    shown += [_winners_curse(result.selection), f"run folder: {folder}"]
+    return text, pictures | {"Factors by layer": drawn_factors}, shown
 
 
 def _winners_curse(selection: dict[str, Any]) -> str:

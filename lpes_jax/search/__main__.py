@@ -7,6 +7,8 @@ Examples:
       the paper's search (Tables 9 and 12) on 200 examples, reported on 500 others
   python -m lpes_jax.search --model DIR --num-pairs 50 100 --preset best --text BOOK.txt --output-path RUN
       by gradient, finer than a layer, on two lengths, with a plain text that must not become less likely
+  python -m lpes_jax.search --model DIR --mixture TASKS.toml --preset best --text BOOK.txt --text-window 512 2048
+      on several tasks together (experiments/mixtures has such files), with text in windows of two lengths
   python -m lpes_jax.search --model DIR --num-pairs 50 --preset paper --output-path RUN --resume
       go on where a run was cut off
   python -m lpes_jax.search --model DIR --output-path RUN --coordinator-address HOST:PORT --num-processes 2 --process-id 0
@@ -39,7 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     chosen = value_of("--preset", arguments) or "default"
     algorithm = value_of("--algorithm", arguments) or "ga"
-    defaults = SearchFlags(**preset_values(chosen, algorithm) if chosen in PRESETS else {})  # the parser refuses others
+    mixture = value_of("--mixture", arguments) is not None
+    values = preset_values(chosen, algorithm, mixture=mixture) if chosen in PRESETS else {}  # the parser refuses others
+    defaults = SearchFlags(**values)
     return run_verb(defaults, run_search, __doc__ or "", arguments, "search", many_hosts=True)
 
 

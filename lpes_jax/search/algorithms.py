@@ -13,19 +13,20 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from lpes_jax.errors import UserError
+from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.prefixes import families
 from lpes_jax.rope import RopeTable, scale_layers
-from lpes_jax.search.fitness import Fitness, rounded
+from lpes_jax.search.fitness import Fitness, Group, mean_tokens, rounded
 from lpes_jax.search.genetic import CROSSOVER, FAILED_CROSSOVER, INITIAL, MUTATION, Lineage, PaperGA
 from lpes_jax.search.gradient import Apply, Look, Parameters, State, descend, initial_state
-from lpes_jax.search.minibatches import Data, pack, prompts_of_a_tree, shared_trees, sizes
-from lpes_jax.search.plain_text import text_windows
+from lpes_jax.search.minibatches import Data, Examples, Share, by_length, pack, prompts_of_a_tree, shared_trees, sizes
+from lpes_jax.search.plain_text import split_windows
 from lpes_jax.search.settings import SearchSettings, genetic_settings, gradient_settings
-from lpes_jax.search.space import Space
+from lpes_jax.search.space import LEAST_GAP, Space
 from lpes_jax.search.strategies import RANDOM, run_strategy, strategy
 from lpes_jax.tasks import prompts as task_prompts
 from lpes_jax.tasks.prompts import EncodedPrompt, Prompt, Tokenizer
@@ -136,7 +137,7 @@ class Gradient:
         self.parameters, self.project, self.values = box_parameters(settings, space)
 
     def run(self, model: Llama, tokenizer: Tokenizer, prompts: Sequence[Sequence[Prompt]], fitness: Fitness) -> None:
-        train, held_back, longest = self._data(model, tokenizer, prompts, fitness)
+        train, held_back, longest = self.data(model, tokenizer, prompts, fitness.groups, fitness.weights)
         self.sizes = sizes(train, held_back, self.gradient.minibatch_size)
         apply = factors_applied(self.space, self.values, model.config.rope_table(longest))
         folder = fitness.folder
@@ -145,7 +146,7 @@ class Gradient:
             return 1 + math.ceil(state.step / self.gradient.look_every)
 
         # The newest state whose lines are all there; the line behind it may be there as well, and is made again.
-        kept = folder.states(initial_state(self.parameters, len(prompts)))
+        kept = folder.states(initial_state(self.parameters, len(prompts), len(held_back.texts)))
         resume = next((state for state in kept if lines(state) <= len(folder.recorded)), None)
         fitness.records = folder.keep(0 if resume is None else lines(resume))
         started = time.time() - (fitness.records[-1]["seconds"] if fitness.records else 0)
@@ -165,6 +166,7 @@ class Gradient:
                 "task_losses": look.task_losses,
                 "accuracies": look.accuracies,
                 "text_loss": None if math.isnan(look.text_loss) else look.text_loss,
+                **({"text_losses": look.text_losses, "text_quarters": look.text_quarters} if look.text_quarters else {}),
                 "train_loss": None if math.isnan(look.train_loss) else look.train_loss,
                 "seconds": round(time.time() - started, 3),
             }
@@ -172,7 +174,13 @@ class Gradient:
             folder.append([record])
             folder.save_state(state)
             text = "" if record["text_loss"] is None else f", of text {look.text_loss:.4f}"
+            if look.text_quarters:
+                text += f" (quarters of the longest {' '.join(f'{loss:.4f}' for loss in look.text_quarters)})"
             losses = " ".join(f"{loss:.3f}" for loss in look.task_losses)
+            if fitness.groups:
+                named = zip(fitness.groups, look.task_losses, look.accuracies, strict=True)
+                told = (f"{group.title} {loss:.3f} ({100 * right:.0f} % right)" for group, loss, right in named)
+                losses = f"(nats a token): {'; '.join(told)}"
             fitness.progress.note(f"step {look.step}/{self.gradient.steps}  loss on held-back questions {losses}{text}")
             if record["fitness"] is None and look.step == 0:
                 raise UserError("the loss is not finite at the start; try --dtype float32, or another --initial-factor")
@@ -192,41 +200,103 @@ class Gradient:
             on_look=on_look,
         )
 
-    def _data(
-        self, model: Llama, tokenizer: Tokenizer, prompts: Sequence[Sequence[Prompt]], fitness: Fitness
+    def data(
+        self,
+        model: Llama,
+        tokenizer: Tokenizer,
+        prompts: Sequence[Sequence[Prompt]],
+        groups: Sequence[Group],
+        own_weights: Sequence[float],
     ) -> tuple[Data, Data, int]:
         """What is learnt from, what is held back (the last questions and windows), and the tokens of the longest prompt.
 
-        Where prompts share trees, those of a haystack are on one side.
+        Where prompts share trees, those of a haystack are on one side. Prompts of different lengths are packed in few shapes.
         """
-        places, kept_share, of_look = len(fitness.positions), self.gradient.validation_share, self.gradient.minibatch_size
+        kept_share, of_look = self.gradient.validation_share, self.gradient.minibatch_size
         share, of_step = self.gradient.weights_in == "loss", prompts_of_a_tree(of_look)
-        train, held_back, longest = [], [], 0
-        for of_task in prompts:
+        train, held_back, longest = _Packs(groups), _Packs(groups), 0
+        for number, of_task in enumerate(prompts):
+            weights = groups[number].weights if groups else own_weights
+            places = len(weights)
             questions = len(of_task) // places
             kept = math.ceil(kept_share * questions)
             if kept >= questions:
-                raise UserError(f"--limit {questions} leaves no question to learn from beside --validation-share; raise it")
+                which = f" ({groups[number].title})" if groups else ""
+                raise UserError(
+                    f"--limit {questions} leaves no question to learn from beside --validation-share; raise it{which}"
+                )
             encoded = task_prompts.encode(of_task, tokenizer, model.config.max_position_embeddings)
+            if groups:
+                encoded = [shortest_gold(*pair) for pair in zip(of_task, encoded, strict=True)]
             border = questions - kept
             if share and len(shared_trees(encoded, model.config, of_step)) < len(encoded):
                 border = between_families(encoded, places, border)
             border *= places
-            for part, most, data in ((encoded[:border], of_step, train), (encoded[border:], of_look, held_back)):
-                trees = shared_trees(part, model.config, most) if share else None
-                data.append(pack(part, list(fitness.weights) * (len(part) // places), trees))
+            lengths = [prompt.num_items for prompt in of_task]
+            for part, most, data in (
+                (slice(border), of_step, train), (slice(border, None), of_look, held_back),
+            ):  # fmt: skip
+                data.add(number, encoded[part], lengths[part], weights, model.config, most if share else None)
             longest = max(longest, *(len(prompt.ids) + max(map(len, prompt.answers)) for prompt in encoded))
-        text, kept_text = None, None
+        texts, kept_texts = None, None
         if self.settings.text_weight or self.settings.max_text_loss_rise is not None:
-            windows = jnp.asarray(
-                text_windows(self.settings.text, model, tokenizer, self.settings.seed, self.settings.text_window)
-            )
-            kept = math.ceil(kept_share * len(windows))
-            if kept >= len(windows):
-                raise UserError("--text is too short to hold a part back; give more of it")
-            kept_text, longest = windows[::-1][:kept], max(longest, windows.shape[1])
-            text = windows[:-kept] if self.settings.text_weight else None
-        return Data(train, text), Data(held_back, kept_text), longest
+            s = self.settings
+            texts, kept_texts = split_windows(s.text, model, tokenizer, s.seed, s.text_window, kept_share)
+            longest = max(longest, *(windows.shape[1] for windows in kept_texts))
+            texts = texts if s.text_weight else None
+        return train.data(texts), held_back.data(kept_texts), longest
+
+
+class _Packs:
+    """Examples of tasks as they are packed, and what each is among all."""
+
+    def __init__(self, groups: Sequence[Group]):
+        self.groups = groups
+        self.examples: list[Examples] = []
+        self.parts: list[tuple[int, float]] = []  # of which task, and what part of its weights
+
+    def add(
+        self,
+        task: int,
+        prompts: Sequence[EncodedPrompt],
+        lengths: Sequence[int],
+        weights: Sequence[float],
+        config: LlamaConfig,
+        most: int | None,
+    ) -> None:
+        """Prompts of a task, question by question; `most` of a tree (None: no trees). By `lengths` in few shapes."""
+        places = len(weights)
+        questions = [[at] for at in range(len(prompts) // places)]
+        found = [list(range(len(questions)))] if len(set(lengths)) == 1 else by_length(lengths[::places])
+        for group in found:
+            at = [question * places + place for question in group for place in range(places)]
+            chosen = [prompts[number] for number in at]
+            trees = None if most is None else shared_trees(chosen, config, most)
+            self.examples.append(pack(chosen, list(weights) * len(group), trees))
+            self.parts.append((task, len(group) / len(questions)))
+
+    def data(self, texts: Sequence[Int[np.ndarray, "_W _T"]] | None) -> Data:
+        """All as data of a descent."""
+        text = None if texts is None else [jnp.asarray(windows) for windows in texts]
+        text = text[0] if text is not None and len(text) == 1 else text
+        tasks = len({task for task, _ in self.parts})
+        if not self.groups and len(self.parts) == tasks:
+            return Data(self.examples, text)
+        if not self.groups:
+            return Data(self.examples, text, tuple(Share(task, part, 1 / tasks) for task, part in self.parts))
+        unit, shares = mean_tokens(self.groups), []
+        for task, part in self.parts:
+            group = self.groups[task]
+            shares.append(Share(task, part, group.share * unit, group.tokens))
+        return Data(self.examples, text, tuple(shares))
+
+
+def shortest_gold(prompt: Prompt, encoded: EncodedPrompt) -> EncodedPrompt:
+    """What a mixture teaches: of several gold answers the one with the fewest tokens, the first of equals.
+
+    Long answers are often a sentence around the short one, and a model that says these is no better at finding them.
+    """
+    return replace(encoded, answers=[min(encoded.answers, key=len)]) if len(prompt.golds) > 1 else encoded
 
 
 def between_families(prompts: Sequence[EncodedPrompt], places: int, border: int) -> int:
@@ -259,6 +329,12 @@ def box_parameters(settings: SearchSettings, space: Space) -> tuple[Parameters, 
     if settings.move_x:
         if settings.curve not in ("bezier", "linear"):
             raise UserError(f"--move-x: --curve {settings.curve} has no x to move; use bezier or linear")
+        x = jnp.asarray(space.x, jnp.float32)
+        if not np.allclose(space.in_order(x), x, atol=1e-5):
+            raise UserError(
+                f"--move-x keeps control points from the first scaled layer to the last, {LEAST_GAP} apart, and those of "
+                f"--initial-factors are at {' '.join(f'{value:g}' for value in space.x)}; leave --move-x out"
+            )
         parameters["x"] = jnp.asarray(space.x / last, jnp.float32)
 
     def project(parameters: Parameters) -> Parameters:

@@ -1,13 +1,17 @@
 """The fitness of individuals on the search examples, and the history of a run.
 
 It is the weighted sum over the search positions of the same examples' accuracy (section 3.2), or of their mean answer
-log-likelihood. Individuals with the same factors are scored once; in a race (racing.py), hopeless ones on a part of the
-examples. Letters: P population, L layers, N prompts, U units of a race.
+log-likelihood. Of a mixture it is the sum over its tasks of their weight times this, with log-likelihoods per answer token as
+in the gradient's loss (gradient.py). Individuals with the same factors are scored once; in a race (racing.py), hopeless ones on
+a part of the examples. Letters: P population, L layers, N prompts, U units of a race.
 """
 
+import itertools
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -21,13 +25,14 @@ from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.report.progress import SearchProgress
 from lpes_jax.rope import Granularity
-from lpes_jax.scoring import OptionScorer, Scorer
+from lpes_jax.scoring import OptionScorer, Scorer, Scores
 from lpes_jax.search import racing
 from lpes_jax.search.racing import Bar, StagedScorer
 from lpes_jax.search.run_folder import RunFolder
 from lpes_jax.search.settings import SearchSettings
 from lpes_jax.search.stop import BudgetSpent, GracefulStop
 from lpes_jax.tasks import prompts as task_prompts
+from lpes_jax.tasks.leaks import count_leaky
 from lpes_jax.tasks.prompts import Prompt, Task
 
 Trace = Callable[[int, Float[np.ndarray, "L *units"], Granularity], int | str | None]  # (prompt, factors, granularity) -> layer
@@ -37,23 +42,65 @@ Trace = Callable[[int, Float[np.ndarray, "L *units"], Granularity], int | str | 
 SCORES = ("fitness", "accuracy", "log_likelihood", "not_finite", "raced", "values")
 
 
+class JoinedScorer:
+    """Several scorers one behind the other, each of the prompts of some tasks: a mixture with options and without."""
+
+    def __init__(self, scorers: Sequence[Scorer | OptionScorer]):
+        self._scorers = scorers
+        self.longest = max(scorer.longest for scorer in scorers)
+        for scorer in scorers:
+            scorer.lengthen(self.longest)
+        self.num_prompts = sum(scorer.num_prompts for scorer in scorers)
+        self.answer_tokens = np.concatenate([scorer.answer_tokens for scorer in scorers])
+        self.individuals_at_once = max(scorer.individuals_at_once for scorer in scorers)
+
+    def __call__(
+        self,
+        factors: Float[np.ndarray, "P ..."],
+        granularity: Granularity = "layer",
+        on_prompts: Callable[[int], None] = lambda count: None,
+    ) -> Scores:
+        """As `Scorer`'s."""
+        parts = [scorer(factors, granularity, on_prompts) for scorer in self._scorers]
+        return Scores(*(np.concatenate(of_all, axis=1) for of_all in zip(*parts, strict=True)))
+
+
+@dataclass(frozen=True)
+class Group:
+    """The prompts of one task of a mixture, which follow each other: `count` of them, question by question.
+
+    `positions` of a question's prompts, and their weights, which sum to 1; `share` of the task, of 1 in all; `tokens` of a
+    prompt's answer (a mean).
+    """
+
+    title: str
+    count: int
+    positions: tuple[int, ...]
+    weights: tuple[float, ...]
+    share: float
+    tokens: float
+
+
 class Fitness:
     """Scores generations and keeps the history: `records` are the lines of history.jsonl.
 
-    `first_bad_layer` says where a score became NaN or infinite (`lpes_jax.search.non_finite`).
+    `first_bad_layer` says where a score became NaN or infinite (`lpes_jax.search.non_finite`). `groups`: the tasks of a
+    mixture; without them all prompts are asked at the same positions.
     """
 
     def __init__(
         self,
         settings: SearchSettings,
-        scorer: Scorer | OptionScorer | GeneratedScorer | StagedScorer,
+        scorer: Scorer | OptionScorer | GeneratedScorer | StagedScorer | JoinedScorer,
         first_bad_layer: Trace,
         positions: Sequence[int],
         granularity: Granularity,
         folder: RunFolder,
         progress: SearchProgress,
         stop: GracefulStop,
+        groups: Sequence[Group] = (),
     ):
+        self.groups = groups
         self.settings, self.scorer, self.folder, self.progress, self.stop = settings, scorer, folder, progress, stop
         self.first_bad_layer, self.positions = first_bad_layer, positions
         self.granularity: Granularity = granularity
@@ -211,6 +258,8 @@ class Fitness:
         prompts: Int[np.ndarray, "n"] | None = None,
     ) -> dict[str, Any]:
         """What the history says of scores, of all prompts or of some by their numbers."""
+        if self.groups:
+            return self._summary_by_task(factors, granularity, correct, log_likelihood)
         places = len(self.positions)
         answer_tokens = self.scorer.answer_tokens if prompts is None else self.scorer.answer_tokens[prompts]
         accuracy = correct.reshape(-1, places).mean(axis=0, dtype=np.float64)
@@ -243,6 +292,51 @@ class Fitness:
         elif self.settings.race and finite:
             summary["values"] = racing.to_text(self._values(correct[None], log_likelihood[None])[0])
         return summary
+
+    def _summary_by_task(
+        self, factors: Float[np.ndarray, "L *units"], granularity: Granularity, correct: np.ndarray, log_likelihood: np.ndarray
+    ) -> dict[str, Any]:
+        """The same of a mixture: accuracy and log-likelihood are of each task by its title."""
+        finite = bool(np.isfinite(log_likelihood).all())
+        scale, unit, start, fitness, tie_break = self._tie_break_of_groups(), mean_tokens(self.groups), 0, 0.0, 0.0
+        of_tasks: dict[str, dict[str, Any]] = {"accuracy": {}, "log_likelihood": {}}
+        for group in self.groups:
+            part = slice(start, start + group.count)
+            shape, start = (-1, len(group.positions)), start + group.count
+            accuracy = correct[part].reshape(shape).mean(axis=0, dtype=np.float64)
+            likelihood = log_likelihood[part].reshape(shape).astype(np.float64)
+            weights = np.array(group.weights)
+            if self.settings.fitness == "log_likelihood":
+                fitness += group.share * unit / group.tokens * float(weights @ likelihood.mean(axis=0))
+            else:
+                probability = np.exp(likelihood / self.scorer.answer_tokens[part].reshape(shape)).mean(axis=0)
+                fitness += group.share * float(weights @ accuracy)
+                tie_break += group.share * float(weights @ probability)
+            means = zip(group.positions, accuracy.tolist(), likelihood.mean(axis=0).tolist(), strict=True)
+            for position, right, likely in means:
+                of_tasks["accuracy"].setdefault(group.title, {})[str(position)] = right
+                of_tasks["log_likelihood"].setdefault(group.title, {})[str(position)] = round(likely, 4) if finite else None
+        summary = {"fitness": round(fitness + scale * tie_break, 12) if finite else None, **of_tasks}
+        if not finite:
+            first = int(np.flatnonzero(~np.isfinite(log_likelihood))[0])
+            summary["not_finite"] = {"prompt": first, "first_layer": self.first_bad_layer(first, factors, granularity)}
+        return summary
+
+    def _tie_break_of_groups(self) -> float:
+        """`tie_break_scale` of all tasks: how far two fitnesses are apart at least, halved; 0 where ties stay."""
+        if self.settings.fitness == "log_likelihood" or not self.settings.tie_break:
+            return 0.0
+        # A verdict of one prompt changes the fitness by one of these; what has no common measure is told apart to a hundredth.
+        changes = [
+            group.share * weight * len(group.positions) / group.count
+            for group in self.groups
+            for weight in group.weights
+            if weight > 0
+        ]
+        fractions = [Fraction(change).limit_denominator(10**6) for change in changes]
+        denominator = math.lcm(*(fraction.denominator for fraction in fractions))
+        common = math.gcd(*(int(fraction * denominator) for fraction in fractions)) / denominator
+        return max(common, min(changes) / 100) / 2
 
     def _values(self, correct: np.ndarray, log_likelihood: np.ndarray) -> Float[np.ndarray, "P U"]:
         """What a race compares: values of its units, whose mean is the fitness; NaN where a score is not finite."""
@@ -285,17 +379,49 @@ def tie_break_scale(weights: Sequence[float], examples: int) -> float:
     return math.gcd(*(int(fraction * denominator) for fraction in fractions)) / denominator / examples / 2
 
 
+def mean_tokens(groups: Sequence[Group]) -> float:
+    """Answer tokens of a prompt of all tasks, a mean by their shares: with it losses per token have a usual loss's size."""
+    return sum(group.share * group.tokens for group in groups)
+
+
+def groups_of(
+    titles: Sequence[str],
+    shares: Sequence[float],
+    places: Sequence[Sequence[tuple[int, int]]],
+    prompts: Sequence[Sequence[Prompt]],
+    answer_tokens: Int[np.ndarray, "N"],
+    weights: tuple[float, ...],
+) -> list[Group]:
+    """The tasks of a mixture; one without positions has the weight 1 there."""
+    groups, start = [], 0
+    for title, share, of_task, asked in zip(titles, shares, places, prompts, strict=True):
+        positions = tuple(position for _, position in of_task)
+        own = weights if len(positions) == len(weights) else (1.0,)
+        tokens = float(answer_tokens[start : start + len(asked)].mean())
+        groups.append(Group(title, len(asked), positions, own, share, tokens))
+        start += len(asked)
+    return groups
+
+
 def search_prompts(
-    settings: SearchSettings, config: LlamaConfig, task: Task, tokenizer: Any, examples: Sequence[Any], places
+    settings: SearchSettings,
+    config: LlamaConfig,
+    task: Task,
+    tokenizer: Any,
+    examples: Sequence[Any],
+    places: Sequence[tuple[int, int]],
+    counts: Counter[str],
 ) -> list[Prompt]:
-    """The prompts that a task's search examples are scored on, question by question.
+    """The prompts that a task's search examples are scored on, question by question; `counts` gets those of `count_leaky`.
 
     Raises UserError where the task cannot be scored in the way that is asked for.
     """
     by_text = settings.fitness == "metric" and task.decided_by == "generation"
     prompts = [task.prompt(example, *place) for example in examples for place in places]
+    prompts, of_task = count_leaky(prompts, settings.drop_leaky)
+    counts.update(of_task)
     prompts = fit(settings, config, task, tokenizer, prompts, by_text)
-    if not by_text and not all(prompt.answers for prompt in prompts):
+    if not by_text and not task_prompts.short_answers(prompts):
         wanted = "--algorithm gradient" if settings.algorithm == "gradient" else f"--fitness {settings.fitness}"
         raise UserError(f"{wanted}: --task {task.name} has no short answers to expect; use --fitness metric")
     return prompts
@@ -308,8 +434,11 @@ def make_scorer(
     tasks: Sequence[Task],
     prompts: Sequence[Sequence[Prompt]],
     stop_ids: Sequence[int],
-) -> Scorer | OptionScorer | GeneratedScorer | StagedScorer:
-    """What scores the search prompts of all tasks, which are of one kind. Raises UserError for too few to race on."""
+) -> Scorer | OptionScorer | GeneratedScorer | StagedScorer | JoinedScorer:
+    """What scores the search prompts of all tasks: by generated text tasks of one kind alone.
+
+    Raises UserError for too few to race on.
+    """
     everything, task = [prompt for of_task in prompts for prompt in of_task], tasks[0]
     if settings.fitness == "metric" and task.decided_by != "options":
         metric, new_tokens = task.metrics[0], settings.max_new_tokens or task.max_new_tokens
@@ -321,9 +450,9 @@ def make_scorer(
             model, tokenizer, everything, score, max_new_tokens=new_tokens, stop_ids=stop_ids, batch_size=settings.batch_size
         )
 
-    def of_prompts(chosen: Sequence[int]) -> Scorer | OptionScorer:
+    def of_prompts(chosen: Sequence[int], decided_by: str = task.decided_by) -> Scorer | OptionScorer:
         asked = [everything[at] for at in chosen]
-        if task.decided_by == "options":
+        if decided_by == "options":
             return OptionScorer(placed, tokenizer, asked, batch_size=settings.batch_size, individuals=individuals)
         encoded = task_prompts.encode(asked, tokenizer, model.config.max_position_embeddings)
         return Scorer(
@@ -337,6 +466,10 @@ def make_scorer(
     of_algorithm = settings.max_evaluations or settings.population_size * (settings.generations + 1)
     individuals = settings.uniform_candidates + (0 if settings.algorithm == "gradient" else of_algorithm)
     placed = model
+    kinds = [it.decided_by for it, of_task in zip(tasks, prompts, strict=True) for _ in of_task]
+    if len(set(kinds)) > 1:
+        runs = [list(run) for _, run in itertools.groupby(range(len(kinds)), lambda at: kinds[at])]
+        return JoinedScorer([of_prompts(run, kinds[run[0]]) for run in runs])
     if not settings.race:
         return of_prompts(range(len(everything)))
     placed = put_model(model, mesh_of(model) or make_mesh())  # once, for all parts

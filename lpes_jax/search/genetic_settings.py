@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Float
 
 from lpes_jax.errors import UserError
+from lpes_jax.limits import check_bounds
 
 MAX_CODES = 65536  # values of one lattice axis: they are tabulated, and codes must be exact in float32
 
@@ -41,13 +42,11 @@ class GeneticSettings:
     initial_points: tuple[tuple[float, float], ...] | None = None
 
     def __post_init__(self):
-        for name, value in vars(self).items():
-            if name == "initial_points":
-                continue
-            least = {"control_points": 2, "population_size": 1, "parents": 1, "crossover_tries": 1}.get(name, 0)
-            flag = "--" + name.replace("_", "-")
-            _require(least <= value < math.inf, f"{flag} must be a number of at least {least}, got {value}")
-        _require(0 < self.mutation_rate <= 1, f"--mutation-rate must be above 0 and at most 1, got {self.mutation_rate}")
+        check_bounds(self)
+        # One point is a curve only where one layer is scaled.
+        _require(
+            self.control_points >= 2 or self.num_layers == 1, f"--control-points must be at least 2, got {self.control_points}"
+        )
         _require(self.mutations + self.crossovers > 0, "--mutations and --crossovers are both 0; give one of them")
         size, parents = f"--population-size {self.population_size}", f"--parents {self.parents}"
         _require(self.parents <= self.population_size, f"{parents} is more than {size}; lower it")
@@ -100,11 +99,11 @@ class GeneticSettings:
                 ],
                 axis=1,
             ).astype(np.float32)
-        (x_values, y_values), d = self.lattices, self.control_points - 1
-        k = np.arange(d + 1)
+        (x_values, y_values), d = self.lattices, max(self.control_points - 1, 1)
+        k = np.arange(self.control_points)
         x = k * (self.num_layers - 1) / d if x_values is None else np.round(k * (len(x_values) - 1) / d)
         y = self.initial_factor if y_values is None else np.searchsorted(y_values, self.initial_factor)
-        return np.stack([x, np.full(d + 1, y)], axis=1).astype(np.float32)
+        return np.stack([x, np.full(len(k), y)], axis=1).astype(np.float32)
 
     def search_space(self) -> dict[str, int | None]:
         """Sizes (Appendix B): `paper` (|X| |Y|)^C, `valid` those in order (Eq. 10), `brute_force` |Y|^L; None if continuous."""

@@ -6,10 +6,16 @@ The loss is, in nats,
     + text_weight x mean -log p of a token of plain text
     + penalty(parameters)
 
-with teacher-forced answers, all admitted ones together. Adam (optax) moves the parameters, and after each step they are put
-back into their box (projected gradient descent). A part of the questions and of the text is held back: every few steps the
-loss on these is looked at, and the parameters with the lowest are the result, of those looks where plain text has not become
-less likely than is allowed.
+with teacher-forced answers, all admitted ones together. In a mixture of tasks, what stands for a task is its weight times its
+loss per answer token, times the answer tokens of a prompt of all tasks (a mean by their weights): a task with long answers, a
+UUID of 25 tokens, would drown one with short ones, and the whole keeps the size that a single task's loss has, beside the
+text's. The loss of the model as it is would be no good unit: it is nearly 0 where a task is solved, and noise would rule.
+
+Plain text in windows of several lengths counts by the mean over the lengths of their losses. Adam (optax) moves the
+parameters, and after each step they are put back into their box (projected gradient descent). A part of the questions and of
+the text is held back: every few steps the loss on these is looked at, and the parameters with the lowest are the result, of
+those looks where plain text has not become less likely than is allowed: on the whole, or with several lengths in any quarter of
+the longest windows, since far positions may get worse while the mean does not.
 
 What the parameters are is the caller's: `apply(model, parameters)` gives the model and RoPE table that are scored. Layers are
 rematerialised in the backward pass, so memory does not grow with their number. The model is an argument of every compiled
@@ -22,7 +28,7 @@ Letters: B trees, P prompts of a tree, W windows of text, T tokens.
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -34,17 +40,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from lpes_jax.errors import UserError
+from lpes_jax.limits import check_bounds
 from lpes_jax.mesh import BY_POPULATION, EVERYWHERE, make_mesh, mesh_of, on_one_device, over_population, put, put_model, to_host
 from lpes_jax.models.llama.method import of_table
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.rope import RopeTable
 from lpes_jax.scoring import batch_scores
-from lpes_jax.search.minibatches import Data, Examples, Windows, draws, spread
+from lpes_jax.search.minibatches import Data, Examples, Share, Windows, draws, spread, windows_a_step
 from lpes_jax.text_nll import token_nll
 
 Parameters = Any  # a pytree of float arrays
 Apply = Callable[[Llama, Parameters], tuple[Llama, RopeTable]]
 Total = Callable[[Float[Array, ""]], Float[Array, ""]]
+QUARTERS = 4
 
 
 @dataclass(frozen=True)
@@ -67,23 +75,16 @@ class GradientSettings:
     max_text_loss_rise: float | None = None
 
     def __post_init__(self):
-        counts = {"steps": 1, "minibatch_size": 1, "look_every": 1, "patience": 0, "text_weight": 0, "text_minibatch": 1}
-        for name, least in counts.items():
-            if not getattr(self, name) >= least:
-                raise UserError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}")
-        if not self.learning_rate > 0:
-            raise UserError(f"--learning-rate must be above 0, got {self.learning_rate}")
-        if not 0 < self.validation_share < 1:
-            raise UserError(f"--validation-share must be between 0 and 1, got {self.validation_share}")
-        if self.max_text_loss_rise is not None and not self.max_text_loss_rise >= 0:
-            raise UserError(f"--max-text-loss-rise must be at least 0, got {self.max_text_loss_rise}")
+        check_bounds(self)
 
 
 class Look(NamedTuple):
     """What is seen every few steps, on what was held back.
 
-    `loss` is the whole objective; `task_losses` (nats a prompt, by weight) and `accuracies` (prompts answered right, by
-    weight) are of each task; `text_loss` is in nats a token, NaN without text. `allowed`: text is no worse than it may be.
+    `loss` is the whole objective; `task_losses` (nats a prompt, by weight; of a mixture nats an answer token) and `accuracies`
+    (prompts answered right, by weight) are of each task; `text_loss` is in nats a token, NaN without text. With text of several
+    lengths `text_losses` are its parts, and `text_quarters` the losses in the quarters of the longest windows. `allowed`: text
+    is no worse than it may be.
     """
 
     step: int
@@ -94,6 +95,8 @@ class Look(NamedTuple):
     text_loss: float
     allowed: bool
     parameters: Parameters
+    text_losses: tuple[float, ...] = ()
+    text_quarters: tuple[float, ...] = ()
 
 
 class State(NamedTuple):
@@ -105,13 +108,15 @@ class State(NamedTuple):
     first_text_loss: float
     best: Look
     looks_since_best: int
+    first_text_quarters: tuple[float, ...] = ()
 
 
-def initial_state(parameters: Parameters, num_tasks: int) -> State:
-    """The state before anything is looked at: the structure of all later ones."""
+def initial_state(parameters: Parameters, num_tasks: int, num_texts: int = 1) -> State:
+    """The state before anything is looked at: the structure of all later ones. `num_texts`: lengths of windows of text."""
     unknown = (math.nan,) * num_tasks
-    look = Look(0, math.nan, math.nan, unknown, unknown, math.nan, True, parameters)
-    return State(0, parameters, _adam.init(parameters), math.nan, look, 0)
+    texts, quarters = ((math.nan,) * num_texts, (math.nan,) * QUARTERS) if num_texts > 1 else ((), ())
+    look = Look(0, math.nan, math.nan, unknown, unknown, math.nan, True, parameters, texts, quarters)
+    return State(0, parameters, _adam.init(parameters), math.nan, look, 0, quarters)
 
 
 def prompt_scores(
@@ -171,10 +176,12 @@ def descend(
     a new best end it early. `resume` goes on behind a look: what `on_look` got with it. Raises UserError where the loss is not
     finite.
     """
-    goal = _Goal(apply, project, penalty, weighted=settings.weights_in == "loss")
+    coefficients = None if train.shares is None else tuple(share.coefficient for share in train.shares)
+    goal = _Goal(apply, project, penalty, settings.weights_in == "loss", coefficients)
     mesh = _mesh(model)
     model = on_one_device(model) if mesh is None else put_model(model, mesh)
-    look = partial(_look, goal, mesh, model, _placed(held_back.tasks, mesh), _placed(held_back.text, mesh), settings)
+    placed = replace(held_back, tasks=_placed(held_back.tasks, mesh), text=_placed(held_back.texts, mesh))
+    look = partial(_look, goal, mesh, model, placed, settings)
     minibatches = draws(
         train,
         minibatch_size=settings.minibatch_size,
@@ -185,7 +192,9 @@ def descend(
     with _partitioner(mesh):
         if resume is None:
             first = look(0, math.nan, parameters, None)
-            state = initial_state(parameters, len(train.tasks))._replace(first_text_loss=first.text_loss, best=first)
+            state = initial_state(parameters, train.num_tasks, len(held_back.texts))._replace(
+                first_text_loss=first.text_loss, best=first, first_text_quarters=first.text_quarters
+            )
             on_look(first, state)
         else:
             state = resume
@@ -208,12 +217,12 @@ def descend(
             train_loss = float(np.mean([float(loss) for loss in losses]))
             if mesh is not None:
                 parameters, moments = jax.tree.map(jnp.asarray, to_host((parameters, moments)))
-            seen = look(number, train_loss, parameters, state.first_text_loss)
+            seen = look(number, train_loss, parameters, state)
             if not (math.isfinite(seen.train_loss) and math.isfinite(seen.loss)):
                 raise UserError(f"the loss is not finite after {number} steps; lower --learning-rate or narrow the bounds")
             better = seen.allowed and seen.loss < state.best.loss
             best, since_best = (seen, 0) if better else (state.best, state.looks_since_best + 1)
-            state = State(number, parameters, moments, state.first_text_loss, best, since_best)
+            state = State(number, parameters, moments, state.first_text_loss, best, since_best, state.first_text_quarters)
             on_look(seen, state)
             losses = []
     return state.best
@@ -254,6 +263,7 @@ class _Goal:
     project: Callable[[Parameters], Parameters]
     penalty: Callable[[Parameters], Float[Array, ""]] | None
     weighted: bool
+    coefficients: tuple[float, ...] | None = None  # of the losses of the examples; None: all alike
 
     def regular(self, parameters: Parameters) -> Float[Array, ""]:
         return jnp.zeros(()) if self.penalty is None else self.penalty(parameters)
@@ -268,13 +278,13 @@ def _step(
     mesh: Mesh | None,
     model: Llama,
     tasks: list[Examples],
-    text: Windows | None,
+    texts: list[Windows],
     parameters: Parameters,
     moments: Any,
     learning_rate: Float[Array, ""],
     text_weight: Float[Array, ""],
 ) -> tuple[Parameters, Any, Float[Array, ""]]:
-    inputs = model, tasks, text, parameters, text_weight
+    inputs = model, tasks, texts, parameters, text_weight
     if mesh is None:
         loss, gradient = _loss_and_gradient(goal, 1, lambda of_place: of_place, *inputs)
     else:
@@ -292,7 +302,7 @@ def _loss_and_gradient(
     total: Total,
     model: Llama,
     tasks: list[Examples],
-    text: Windows | None,
+    texts: list[Windows],
     parameters: Parameters,
     text_weight: Float[Array, ""],
 ) -> tuple[Float[Array, ""], Parameters]:
@@ -301,12 +311,20 @@ def _loss_and_gradient(
     def objective(parameters: Parameters) -> Float[Array, ""]:
         tuned, table = goal.apply(model, parameters)
         losses = [answer_loss(tuned, examples, table, weighted=goal.weighted, total=total) for examples in tasks]
-        loss = sum(losses) / len(tasks)
-        if text is not None:
-            loss = loss + text_weight * text_loss(tuned, text.tokens, table, text.counts, total)
+        loss = sum(losses) / len(tasks) if goal.coefficients is None else _weighted_sum(goal.coefficients, losses)
+        if len(texts) == 1:
+            loss = loss + text_weight * text_loss(tuned, texts[0].tokens, table, texts[0].counts, total)
+        elif texts:
+            of_texts = [text_loss(tuned, text.tokens, table, text.counts, total) for text in texts]
+            loss = loss + text_weight * _weighted_sum([1 / len(texts)] * len(texts), of_texts)
         return loss + goal.regular(parameters) / places
 
     return jax.tree.map(total, jax.value_and_grad(objective)(parameters))
+
+
+def _weighted_sum(weights: Sequence[float], values: Sequence[Float[Array, ""]]) -> Float[Array, ""]:
+    """In the values' own dtype."""
+    return sum((jnp.asarray(weight, value.dtype) * value for weight, value in zip(weights, values, strict=True)), jnp.zeros(()))
 
 
 @partial(jax.jit, static_argnames=("goal", "mesh"))
@@ -320,13 +338,25 @@ def _prompts_now(
     return _over_indices(scores, mesh)(model, examples, parameters, at)
 
 
-@partial(jax.jit, static_argnames=("goal", "mesh"))
+@partial(jax.jit, static_argnames=("goal", "mesh", "quarters"))
 def _text_now(
-    goal: _Goal, mesh: Mesh | None, model: Llama, text: Int[Array, "W T"], parameters: Parameters, at: Int[Array, "n"]
-) -> tuple[Float[Array, "n"]]:
-    def means(model: Llama, text: Int[Array, "W T"], parameters: Parameters, at: Int[Array, "n"]) -> tuple[Array]:
+    goal: _Goal,
+    mesh: Mesh | None,
+    model: Llama,
+    text: Int[Array, "W T"],
+    parameters: Parameters,
+    at: Int[Array, "n"],
+    quarters: bool = False,
+) -> tuple[Float[Array, "..."], ...]:
+    """The mean loss of each window; `quarters`: and that of each of its quarters [n, 4]."""
+
+    def means(model: Llama, text: Int[Array, "W T"], parameters: Parameters, at: Int[Array, "n"]) -> tuple[Array, ...]:
         tuned, table = goal.apply(model, parameters)
-        return (token_nll(tuned, text[at], of_table(table))[:, 1:].mean(axis=1),)
+        nll = token_nll(tuned, text[at], of_table(table))[:, 1:]
+        if not quarters:
+            return (nll.mean(axis=1),)
+        parts = jnp.array_split(nll, QUARTERS, axis=1)
+        return nll.mean(axis=1), jnp.stack([part.mean(axis=1) for part in parts], axis=1)
 
     return _over_indices(means, mesh)(model, text, parameters, at)
 
@@ -346,31 +376,56 @@ def _look(
     goal: _Goal,
     mesh: Mesh | None,
     model: Llama,
-    tasks: Sequence[Examples],
-    text: Int[Array, "W T"] | None,
+    held_back: Data,
     settings: GradientSettings,
     number: int,
     train_loss: float,
     parameters: Parameters,
-    first_text_loss: float | None,
+    before: State | None,
 ) -> Look:
     placed = _placed(parameters, mesh)
     losses, accuracies, of_text = [], [], math.nan
-    for examples in tasks:
+    for at, examples in enumerate(held_back.tasks):
         now = partial(_prompts_now, goal, mesh, model, examples, placed)
-        correct, log_p = _in_blocks(now, mesh, len(examples.weights), examples.trees_a_step(settings.minibatch_size))
+        trees = examples.trees_a_step(settings.minibatch_size * held_back.part(at))
+        correct, log_p = _in_blocks(now, mesh, len(examples.weights), trees)
         weights = np.asarray(examples.weights, np.float64).ravel() / float(examples.weights.sum())
         losses.append(-float(weights @ log_p.ravel()))
         accuracies.append(float(weights @ correct.ravel()))
-    loss = float(np.mean(losses)) + float(goal.regular(parameters))
-    if text is not None:
-        now = partial(_text_now, goal, mesh, model, text, placed)
-        [means] = _in_blocks(now, mesh, len(text), settings.text_minibatch)
-        of_text = float(means.mean())
+    if held_back.shares is None:
+        loss = float(np.mean(losses)) + float(goal.regular(parameters))
+    else:
+        coefficients = [share.coefficient for share in held_back.shares]
+        loss = float(np.dot(coefficients, losses)) + float(goal.regular(parameters))
+        losses, accuracies = _by_task(held_back.shares, losses), _by_task(held_back.shares, accuracies, in_tokens=False)
+    of_texts, quarters = [], ()
+    lengths = [text.shape[1] for text in held_back.texts]
+    for text, size in zip(held_back.texts, windows_a_step(lengths, settings.text_minibatch), strict=True):
+        in_quarters = len(lengths) > 1 and text.shape[1] == max(lengths)
+        now = partial(_text_now, goal, mesh, model, text, placed, quarters=in_quarters)
+        means, *of_quarters = _in_blocks(now, mesh, len(text), size)
+        of_texts.append(float(means.mean()))
+        if of_quarters:
+            quarters = tuple(of_quarters[0].mean(axis=0).tolist())
+    if of_texts:
+        of_text = float(np.mean(of_texts)) if len(of_texts) > 1 else of_texts[0]
         loss += settings.text_weight * of_text
-    rise = 0.0 if first_text_loss is None else of_text - first_text_loss
-    allowed = settings.max_text_loss_rise is None or rise <= settings.max_text_loss_rise
-    return Look(number, train_loss, loss, tuple(losses), tuple(accuracies), of_text, allowed, parameters)
+    rises = [0.0]
+    if before is not None and quarters:
+        rises = [now - first for now, first in zip(quarters, before.first_text_quarters, strict=True)]
+    elif before is not None:
+        rises = [of_text - before.first_text_loss]
+    allowed = settings.max_text_loss_rise is None or all(rise <= settings.max_text_loss_rise for rise in rises)
+    several = tuple(of_texts) if len(of_texts) > 1 else ()
+    return Look(number, train_loss, loss, tuple(losses), tuple(accuracies), of_text, allowed, parameters, several, quarters)
+
+
+def _by_task(shares: Sequence[Share], values: Sequence[float], *, in_tokens: bool = True) -> list[float]:
+    """The values of examples as means of their tasks; `in_tokens`: in the tasks' units."""
+    found = [0.0] * (1 + max(share.task for share in shares))
+    for share, value in zip(shares, values, strict=True):
+        found[share.task] += share.part * value / (share.tokens if in_tokens else 1.0)
+    return found
 
 
 def _in_blocks(

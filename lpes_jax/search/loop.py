@@ -2,8 +2,8 @@
 
 import contextlib
 import hashlib
-import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,20 +11,25 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from lpes_jax import hosts
-from lpes_jax.errors import Interrupted, UserError
+from lpes_jax import hosts, process
+from lpes_jax.errors import UserError
 from lpes_jax.evaluation import BASELINE, PLAIN, Candidate, Outcome, default_metrics, evaluate, slots_of
 from lpes_jax.factors import LayerFactors, read_json, write_json
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.provenance import content_sha256, environment, prompts_sha256
 from lpes_jax.report.progress import SearchProgress
 from lpes_jax.rope import Granularity
-from lpes_jax.search.fitness import Fitness, fit, make_scorer, search_prompts
+from lpes_jax.same_model import facts
+from lpes_jax.search.fitness import Fitness, Group, fit, groups_of, make_scorer, search_prompts
+from lpes_jax.search.mixture import Mixture
 from lpes_jax.search.non_finite import first_bad_layer
+from lpes_jax.search.plain_text import check_windows
 from lpes_jax.search.run_folder import RunFolder, check_processes
 from lpes_jax.search.settings import SearchSettings, as_record, scaled_layers, search_space
 from lpes_jax.search.space import Space
 from lpes_jax.search.stop import BudgetSpent, GracefulStop
+from lpes_jax.tasks import prompts as task_prompts
+from lpes_jax.tasks.leaks import count_leaky
 from lpes_jax.tasks.prompts import Prompt, Task, token_ids
 
 _HELD_OUT = 5  # candidates of the held-out report: plain, baseline, uniform, pi, lpes
@@ -37,6 +42,7 @@ class Report:
     task: Task
     places: list[tuple[int, int]]
     outcomes: list[Outcome]
+    title: str = ""  # in a mixture
 
 
 @dataclass(frozen=True)
@@ -65,13 +71,14 @@ def search(
     settings: SearchSettings,
     model: Llama,
     tokenizer: Any,
-    tasks: Sequence[Task],
+    tasks: Sequence[Task] | Mixture,
     identity: dict[str, Any],
     stop_ids: Sequence[int] = (),
     finish: Finish = lambda result, folder: result,
     measured: dict[Any, Any] | None = None,
 ) -> SearchResult:
-    """Run the search, its settings checked, and leave its history. Factors are to be good for all `tasks` alike.
+    """Run the search, its settings checked, and leave its history. Factors are to be good for all `tasks`: alike where they are
+    lengths of one task, by their weights where they are a mixture.
 
     `identity` names the model in the records (name, num_layers, sha256); `stop_ids` end a generated text; `finish` gets the
     result while the folder is still locked, and may write there; `measured` is that of `evaluate`. Raises UserError for what
@@ -84,21 +91,33 @@ def search(
     layers = scaled_layers(settings, config.num_layers)
     space = search_space(settings, config, layers)
     algorithm = make_algorithm(settings, space)
-    metrics = settings.metrics or default_metrics(tasks[0])[:1]
+    if settings.algorithm == "gradient" and (settings.text_weight or settings.max_text_loss_rise is not None):
+        check_windows(settings.text_window, config.max_position_embeddings)
+    mixture, tasks = (tasks, tasks.tasks) if isinstance(tasks, Mixture) else (None, tasks)
+    limits = [(part.limit, part.test_limit) for part in mixture.parts] if mixture else [(settings.limit, settings.test_limit)]
+    limits = limits if mixture else limits * len(tasks)
+    told = [part.told for part in mixture.parts] if mixture else [contextlib.nullcontext] * len(tasks)
+    metrics = _metrics(settings, tasks, mixture is not None)
     reported = [slots_of(task, settings.positions if task.num_items > 1 else (0,)) for task in tasks]
     searched = [slots_of(task, settings.search_positions if task.num_items > 1 else (0,)) for task in tasks]
-    if len({(len(places), task.decided_by) for places, task in zip(searched, tasks, strict=True)}) > 1:
-        raise UserError("tasks with and without positions, or with and without options, cannot be searched on together")
-    prompts = [
-        search_prompts(settings, config, task, tokenizer, task.examples("search", settings.limit, settings.seed), places)
-        for task, places in zip(tasks, searched, strict=True)
-    ]
+    if mixture is None and len({(len(places), task.decided_by) for places, task in zip(searched, tasks, strict=True)}) > 1:
+        raise UserError("tasks with and without positions, or with and without options, are searched on together in a Mixture")
+    counts: Counter[str] = Counter()
+    prompts, held_out, asked_later = [], [], []
+    for at, task in enumerate(tasks):
+        with told[at]():
+            examples = task.examples("search", limits[at][0], settings.seed)
+            prompts.append(search_prompts(settings, config, task, tokenizer, examples, searched[at], counts))
+            held_out.append(task.examples("test", limits[at][1], settings.seed))
+            asked_later += _check_held_out(settings, model, tokenizer, task, held_out[at], reported[at], metrics[at])
+            if mixture is not None:  # what merges or is too long is said of its task
+                task_prompts.encode(prompts[at], tokenizer, config.max_position_embeddings)
     everything = [prompt for of_task in prompts for prompt in of_task]
-    held_out = [task.examples("test", settings.test_limit, settings.seed) for task in tasks]
+    asked = everything + asked_later
     scorer = make_scorer(settings, model, tokenizer, tasks, prompts, stop_ids)
-    asked = list(everything)
-    for task, examples, places in zip(tasks, held_out, reported, strict=True):
-        asked += _check_held_out(settings, model, tokenizer, task, examples, places, metrics)
+    groups: Sequence[Group] = ()
+    if mixture is not None:
+        groups = groups_of(mixture.titles, mixture.weights, searched, prompts, scorer.answer_tokens, settings.weights)
 
     def trace(prompt: int, factors: Float[np.ndarray, "L *units"], granularity: Granularity) -> int | str | None:
         [ids] = token_ids(tokenizer, [everything[prompt].text + (everything[prompt].answers or ("",))[0]])
@@ -107,16 +126,18 @@ def search(
     candidates = sum((_HELD_OUT - (task.plain is None)) * len(of_task) * len(places)
                      for task, of_task, places in zip(tasks, held_out, reported, strict=True))  # fmt: skip
     total = (algorithm.individuals + settings.uniform_candidates) * scorer.num_prompts + candidates
-    record = _config(settings, model, identity, space, asked)
+    of_mixture = {} if mixture is None else {"mixture": mixture.record()}
+    record = _config(settings, model, identity, space, asked) | of_mixture
     check_processes(record, batch_size=settings.batch_size, population_chunk=settings.population_chunk)
-    with RunFolder(settings.output_path, record, settings.resume) as folder:
+    with RunFolder(settings.output_path, record, settings.resume, settings.overwrite) as folder:
         if folder.is_complete:
             return hosts.from_first(lambda: _as_left(folder))
-        try:
+        way_on = f"interrupted; what was scored is in {folder.path}: the same command with --resume goes on from there"
+        with process.saying(lambda: way_on):
             with SearchProgress(total) as progress:
                 with GracefulStop() as stop:
                     positions = [position for _, position in searched[0]]
-                    fitness = Fitness(settings, scorer, trace, positions, space.granularity, folder, progress, stop)
+                    fitness = Fitness(settings, scorer, trace, positions, space.granularity, folder, progress, stop, groups)
                     try:
                         algorithm.run(model, tokenizer, prompts, fitness)
                     except BudgetSpent:
@@ -130,11 +151,12 @@ def search(
                 found = LayerFactors(
                     np.array(best["factors"]),
                     granularity=space.granularity,
-                    model=identity,
+                    model=identity | facts(config, tokenizer),
                     curve={"type": settings.curve, "control_points": points, "layers": [layers[0], layers[-1]]},
                     rope=config.rope.to_hf(),
                     search={
                         **as_record(settings),
+                        **of_mixture,
                         "search_space": algorithm.search_space,
                         **algorithm.sizes,
                         "fitness_of_best": best["fitness"],
@@ -143,6 +165,7 @@ def search(
                         "evaluations": fitness.evaluations,
                         "evaluations_of_algorithm": budget,
                         "prompts_scored": fitness.prompts_scored,
+                        "search_questions": dict(counts),
                         "uniform": uniform,
                         "seconds": round(time.time() - started, 3),
                         **environment(),
@@ -165,25 +188,26 @@ def search(
                                 Candidate("pi", LayerFactors.uniform(float(found.factors.mean()), config.num_layers)),
                                 Candidate("lpes", found),
                             ],
-                            metrics=metrics,
+                            metrics=of_task,
                             max_new_tokens=settings.max_new_tokens,
                             stop_ids=stop_ids,
                             overlength=settings.overlength,
+                            drop_leaky=settings.drop_leaky,
                             batch_size=settings.batch_size,
                             on_prompts=progress.prompts,
                             measured=measured,
                         ),
+                        title,
                     )
-                    for task, examples, places in zip(tasks, held_out, reported, strict=True)
+                    for task, examples, places, of_task, title in zip(
+                        tasks, held_out, reported, metrics, mixture.titles if mixture else [""] * len(tasks), strict=True
+                    )
                 ]
-            selection = _selection(settings, fitness, reports)
+            selection = _selection(settings, fitness, reports) | {"search_questions": dict(counts)}
             points = None if points is None else np.array(points)
             result = SearchResult(found, reports, points, selection)
             with folder.writing():
                 return finish(result, folder) if hosts.is_first() else result
-        except KeyboardInterrupt as interrupt:
-            way_on = f"interrupted; what was scored is in {folder.path}: the same command with --resume goes on from there"
-            raise Interrupted(getattr(interrupt, "number", signal.SIGINT), way_on) from None
 
 
 def _config(
@@ -213,6 +237,8 @@ def _selection(settings: SearchSettings, fitness: Fitness, reports: Sequence[Rep
     Both at the search's positions and weights; held-out ones only if they were measured there, by the search's verdict.
     """
     best, task = fitness.best, reports[0].task
+    if fitness.groups:
+        return _selection_by_task(fitness)
     if "accuracy" in best:
         chosen = float(np.dot(fitness.weights, list(best["accuracy"].values())))
     else:
@@ -232,6 +258,47 @@ def _selection(settings: SearchSettings, fitness: Fitness, reports: Sequence[Rep
     return selection
 
 
+def _selection_by_task(fitness: Fitness) -> dict[str, Any]:
+    """Of a mixture: accuracy where the factors were chosen, by the tasks' weights, and of each task, as it was and as found."""
+    best, first = fitness.best, fitness.records[0]
+
+    def by_task(record: dict[str, Any]) -> dict[str, float]:
+        if "accuracies" in record:
+            return dict(zip((group.title for group in fitness.groups), record["accuracies"], strict=True))
+        of_tasks = record["accuracy"]
+        return {group.title: float(np.dot(group.weights, list(of_tasks[group.title].values()))) for group in fitness.groups}
+
+    tasks = {title: {"accuracy_at_start": start} for title, start in by_task(first).items()}
+    for title, accuracy in by_task(best).items():
+        tasks[title]["accuracy"] = accuracy
+    if "task_losses" in best:
+        for of_task, before, now in zip(tasks.values(), first["task_losses"], best["task_losses"], strict=True):
+            of_task |= {"loss_at_start": before, "loss": now}
+    chosen = sum(group.share * tasks[group.title]["accuracy"] for group in fitness.groups)
+    return {"chosen_of": len(fitness.records), "accuracy_where_chosen": float(chosen), "tasks": tasks}
+
+
+def _metrics(settings: SearchSettings, tasks: Sequence[Task], is_mixture: bool) -> list[Sequence[str]]:
+    """The metrics of each task's held-out report.
+
+    In a mixture those of `--metrics` that a task has, or its own: its first, and F1 beside a substring. Raises UserError for a
+    metric that none has.
+    """
+    if not is_mixture:
+        return [settings.metrics or default_metrics(tasks[0])[:1]] * len(tasks)
+    known = [("prefix", *task.metrics) if task.decided_by == "generation" else task.metrics for task in tasks]
+    if unknown := [metric for metric in settings.metrics if not any(metric in of_task for of_task in known)]:
+        raise UserError(
+            f"--metrics {unknown[0]}: no task of the mixture has it; they have {', '.join(sorted({*sum(known, ())}))}"
+        )
+    of_tasks = []
+    for task, has in zip(tasks, known, strict=True):
+        own = default_metrics(task)[:1]
+        own += tuple(metric for metric in ("f1",) if metric in task.metrics and metric not in own)
+        of_tasks.append(tuple(metric for metric in settings.metrics if metric in has) or own)
+    return of_tasks
+
+
 def _check_held_out(
     settings: SearchSettings,
     model: Llama,
@@ -246,7 +313,13 @@ def _check_held_out(
     for version in (task, task.plain):
         if version is not None:
             asked = [version.prompt(example, *place) for example in examples for place in places]
+            asked, _ = count_leaky(asked, settings.drop_leaky)
             fitted += fit(settings, model.config, version, tokenizer, asked, generates)
+    if generates:
+        new_tokens = settings.max_new_tokens or task.max_new_tokens
+        encoded = task_prompts.encode(fitted, tokenizer, model.config.max_position_embeddings)
+        if new_tokens < (longest := max((len(ids) for prompt in encoded for ids in prompt.answers), default=0)):
+            raise UserError(f"--max-new-tokens {new_tokens} is below the longest gold answer, {longest} tokens")
     return fitted
 
 

@@ -48,7 +48,7 @@ class Examples:
     def is_prompt(self) -> Bool[Array, "B P"]:
         return self.batch.is_answer.any(axis=2).reshape(self.is_row.shape).any(axis=2)
 
-    def trees_a_step(self, minibatch_size: int) -> int:
+    def trees_a_step(self, minibatch_size: int | float) -> int:
         """How many trees have about so many prompts; at least one, and at most all."""
         trees = len(self.weights)
         return min(trees, max(1, round(minibatch_size * trees / int(self.is_prompt.sum()))))
@@ -57,12 +57,49 @@ class Examples:
         return Examples(jax.tree.map(lambda leaf: leaf[at], self.batch), self.is_row[at], self.weights[at])
 
 
+class Share(NamedTuple):
+    """What examples are among all: of which task (its number), their part of its prompts (by weight), and how it counts.
+
+    The loss of a task is in units of `tokens` nats a prompt; the objective has it times `weight`.
+    """
+
+    task: int
+    part: float
+    weight: float
+    tokens: float = 1.0
+
+    @property
+    def coefficient(self) -> float:
+        """Of the examples' nats a prompt in the objective."""
+        return self.weight * self.part / self.tokens
+
+
 @dataclass(frozen=True)
 class Data:
-    """What a descent learns from, or looks at: prompts of each task, and windows of plain text (None: no text)."""
+    """What a descent learns from, or looks at: prompts of each task, and windows of plain text (None: no text).
+
+    `shares` says what each of `tasks` is, where a task may have several (one a shape) or counts more than others; None: each is
+    a task, and all count alike. `text` of several lengths is a list, the longest last.
+    """
 
     tasks: Sequence[Examples]
-    text: Int[Array, "W T"] | None = None
+    text: Int[Array, "W T"] | Sequence[Int[Array, "_W _T"]] | None = None
+    shares: tuple[Share, ...] | None = None
+
+    @property
+    def texts(self) -> list[Int[Array, "_W _T"]]:
+        """The windows of each length."""
+        if self.text is None:
+            return []
+        return [self.text] if isinstance(self.text, Array) else list(self.text)
+
+    @property
+    def num_tasks(self) -> int:
+        return len(self.tasks) if self.shares is None else 1 + max(share.task for share in self.shares)
+
+    def part(self, at: int) -> float:
+        """What part of a minibatch of its task the examples `at` have."""
+        return 1.0 if self.shares is None else self.shares[at].part
 
 
 class Windows(NamedTuple):
@@ -74,7 +111,7 @@ class Windows(NamedTuple):
 
 def sizes(train: Data, held_back: Data, minibatch_size: int) -> dict[str, float]:
     """For the record: prompts (a mean) and trees of a step, and prompts of a look, of all tasks together."""
-    trees = [it.trees_a_step(minibatch_size) for it in train.tasks]
+    trees = [it.trees_a_step(minibatch_size * train.part(at)) for at, it in enumerate(train.tasks)]
     prompts = [number * int(it.is_prompt.sum()) / len(it.weights) for number, it in zip(trees, train.tasks, strict=True)]
     held = sum(int(it.is_prompt.sum()) for it in held_back.tasks)
     return {"prompts_a_step": sum(prompts), "trees_a_step": sum(trees), "prompts_a_look": held}
@@ -137,25 +174,37 @@ def pack(
 
 def draws(
     train: Data, *, minibatch_size: int, text_minibatch: int, by_weight: bool, seed: int
-) -> Iterator[tuple[list[Examples], Windows | None]]:
-    """Minibatches of each task, and of the text, without end."""
+) -> Iterator[tuple[list[Examples], list[Windows]]]:
+    """Minibatches of each task, and of the text of each length (`windows_a_step`), without end."""
     of_tasks = [
         _minibatches(
             len(it.weights),
-            it.trees_a_step(minibatch_size),
+            it.trees_a_step(minibatch_size * train.part(at)),
             seed + at,
             np.asarray(it.weights.sum(axis=1), np.float64) if by_weight else None,
         )
         for at, it in enumerate(train.tasks)
     ]
-    text = train.text
-    of_text = None if text is None else _minibatches(len(text), text_minibatch, seed + len(of_tasks))
+    counts = windows_a_step([windows.shape[1] for windows in train.texts], text_minibatch)
+    of_text = [
+        _minibatches(len(windows), count, seed + len(of_tasks) + at)
+        for at, (windows, count) in enumerate(zip(train.texts, counts, strict=True))
+    ]
     while True:
         tasks = [examples[jnp.asarray(next(at))] for examples, at in zip(train.tasks, of_tasks, strict=True)]
-        yield tasks, None if of_text is None or text is None else Windows(text[jnp.asarray(next(of_text))])
+        yield tasks, [Windows(text[jnp.asarray(next(at))]) for text, at in zip(train.texts, of_text, strict=True)]
 
 
-def spread(minibatch: tuple[list[Examples], Windows | None], mesh: Mesh) -> tuple[list[Examples], Windows | None]:
+def windows_a_step(lengths: Sequence[int], text_minibatch: int) -> list[int]:
+    """How many windows of each length a step has.
+
+    All together have about as many tokens as `text_minibatch` windows of the longest, each length about as many as the others,
+    and one window at least.
+    """
+    return [max(1, round(text_minibatch * max(lengths) / len(lengths) / length)) for length in lengths]
+
+
+def spread(minibatch: tuple[list[Examples], list[Windows]], mesh: Mesh) -> tuple[list[Examples], list[Windows]]:
     """A minibatch on a mesh, each place of the population axis with as many trees, and as many windows.
 
     Trees that fill it up are copies of the first without weight or answers, and windows such that do not count.
@@ -165,16 +214,29 @@ def spread(minibatch: tuple[list[Examples], Windows | None], mesh: Mesh) -> tupl
         at = np.arange(-(-count // mesh.shape["population"]) * mesh.shape["population"], dtype=np.int32)
         return jnp.asarray(np.where(at < count, at, 0)), jnp.asarray(at < count)
 
-    tasks, text = [], minibatch[1]
+    tasks, texts = [], []
     for examples in minibatch[0]:
         at, counts = filled(len(examples.weights))
         copied = examples[at]
         batch = replace(copied.batch, is_answer=copied.batch.is_answer & counts[:, None, None])
         tasks.append(Examples(batch, copied.is_row, jnp.where(counts[:, None], copied.weights, 0)))
-    if text is not None:
+    for text in minibatch[1]:
         at, counts = filled(len(text.tokens))
-        text = Windows(text.tokens[at], counts)
-    return put((tasks, text), NamedSharding(mesh, BY_POPULATION))
+        texts.append(Windows(text.tokens[at], counts))
+    return put((tasks, texts), NamedSharding(mesh, BY_POPULATION))
+
+
+def by_length(lengths: Sequence[int], most: int = 4) -> list[list[int]]:
+    """Indices of prompts of different lengths in at most `most` groups, of about equal size and of neighbouring lengths.
+
+    Each group is padded to one shape; prompts of one length stay together. In each group they keep their order.
+    """
+    order = sorted(range(len(lengths)), key=lambda at: lengths[at])
+    groups: dict[int, list[int]] = {}
+    first: dict[int, int] = {}
+    for rank, at in enumerate(order):
+        groups.setdefault(first.setdefault(lengths[at], rank) * most // len(order), []).append(at)
+    return [sorted(group) for group in groups.values()]
 
 
 def _minibatches(

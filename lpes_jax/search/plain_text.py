@@ -3,6 +3,7 @@
 Letters: W windows, T tokens.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from lpes_jax.errors import UserError
 from lpes_jax.models.llama.generate import greedy
 from lpes_jax.models.llama.method import of_table
 from lpes_jax.models.llama.model import Llama
-from lpes_jax.tasks.perplexity import Perplexity
+from lpes_jax.tasks.perplexity import Perplexity, Window
 
 GENERATED_WINDOWS = 64
+DEFAULT_WINDOW = 512  # of --text-window; a model whose window is shorter has windows of its own length
+MOST_TOKENS = 2**18  # of the windows of one length among several
 
 
 def text_windows(
@@ -25,18 +28,16 @@ def text_windows(
 ) -> Int[np.ndarray, "W T"]:
     """At most `most` windows of `length` tokens: evenly over the search part (the first 40 %) of the file `text`.
 
-    Without a file, `GENERATED_WINDOWS` windows that the model writes, sampled from its own distribution behind its first token
-    (BOS, or a random one where the tokenizer has none). Raises UserError for a file that cannot be read or is too short.
+    Without a file at most `GENERATED_WINDOWS` windows that the model writes, sampled from its own distribution behind its first
+    token (BOS, or a random one where the tokenizer has none). Raises UserError for a file that cannot be read or is too short.
     """
     length = min(length, model.config.max_position_embeddings)
     if text is not None:
-        try:
-            windows = Perplexity(data=text, window=length).windows(tokenizer, "search")
-        except UserError as error:
-            raise UserError(str(error).replace("--data", "--text")) from None
+        windows = _of_file(text, tokenizer, length)
         chosen = np.linspace(0, len(windows) - 1, min(len(windows), most)).astype(int)
         return np.array([windows[at].ids for at in chosen], np.int32)
-    first = jax.random.randint(jax.random.key(seed), (GENERATED_WINDOWS, 1), 0, min(len(tokenizer), model.config.vocab_size))
+    count = min(GENERATED_WINDOWS, most)
+    first = jax.random.randint(jax.random.key(seed), (count, 1), 0, min(len(tokenizer), model.config.vocab_size))
     if (bos := getattr(tokenizer, "bos_token_id", None)) is not None:
         first = jnp.full_like(first, bos)
     written = greedy(
@@ -49,3 +50,78 @@ def text_windows(
         jax.random.fold_in(jax.random.key(seed), 1),
     )
     return np.asarray(jnp.concatenate([first.astype(jnp.int32), written], axis=1))
+
+
+def split_windows(
+    text: Path | None, model: Llama, tokenizer: Any, seed: int, lengths: int | tuple[int, ...], kept_share: float
+) -> tuple[list[Int[np.ndarray, "_W _T"]], list[Int[np.ndarray, "_W _T"]]]:
+    """Windows of each length, shortest first, to learn from and to hold back: a share of the text, its end.
+
+    With several lengths no token is on both sides, and windows of each hold about `MOST_TOKENS` at most; without a file the
+    model writes the longest, and the shorter are their beginnings. Raises UserError as `text_windows`, for lengths beyond the
+    model's window, and for too little text to hold a part back.
+    """
+    several = check_windows(lengths, model.config.max_position_embeddings)
+    most = 256 if len(several) == 1 else most_windows(several[-1])
+    train, held_back, border = [], [], None
+    written = None if text is not None else text_windows(None, model, tokenizer, seed, several[-1], most)
+    for length in reversed(several):
+        if len(several) == 1:
+            windows = text_windows(text, model, tokenizer, seed, length) if written is None else written
+            first = len(windows) - math.ceil(kept_share * len(windows))
+            kept, rest = windows[::-1][: len(windows) - first], windows[:first]
+        elif written is not None:
+            first = len(written) - math.ceil(kept_share * len(written))
+            kept, rest = written[first:, :length], written[:first, :length]
+        else:
+            rest, kept, border = _around(text, tokenizer, length, kept_share, border)
+        if not len(rest) or not len(kept):
+            which = "" if len(several) == 1 else f" in windows of {length} tokens"
+            raise UserError(f"--text is too short to hold a part back{which}; give more of it")
+        train.append(rest)
+        held_back.append(kept)
+    return train[::-1], held_back[::-1]
+
+
+def check_windows(lengths: int | tuple[int, ...], window: int) -> list[int]:
+    """The lengths, shortest first. Raises UserError for what they cannot be, of a model with this window."""
+    several = sorted(lengths) if isinstance(lengths, tuple) else [lengths]
+    flag = f"--text-window {' '.join(map(str, several))}"
+    if not several or several[0] < 2 or len(set(several)) < len(several):
+        raise UserError(f"{flag}: give one length from 2 tokens on, or several, each once")
+    if several[-1] > window and several != [DEFAULT_WINDOW]:
+        raise UserError(f"{flag}: the model's window is {window} tokens; give lengths up to that")
+    return several
+
+
+def most_windows(length: int) -> int:
+    """How many windows of one length among several are used."""
+    return max(8, MOST_TOKENS // length)
+
+
+def _around(
+    text: Path | None, tokenizer: Any, length: int, kept_share: float, border: int | None
+) -> tuple[Int[np.ndarray, "_W T"], Int[np.ndarray, "_H T"], int]:
+    """Windows of one length before and behind the token `border`, and that token; None: where the held-back share begins."""
+    windows = _of_file(text, tokenizer, length)
+    bos = getattr(tokenizer, "bos_token_id", None)
+    new = length - (bos is not None and windows[0].ids[0] == bos)  # tokens of the text in each window
+    starts = np.arange(len(windows)) * new
+    if border is None:
+        border = int(starts[len(windows) - math.ceil(kept_share * len(windows))])
+    most = min(256, most_windows(length))
+    sides = np.flatnonzero(starts + new <= border), np.flatnonzero(starts >= border)
+    counts = most - math.ceil(kept_share * most), math.ceil(kept_share * most)
+    chosen = [
+        side[np.linspace(0, len(side) - 1, min(len(side), count)).astype(int)] if len(side) else side
+        for side, count in zip(sides, counts, strict=True)
+    ]
+    rest, kept = (np.array([windows[at].ids for at in side], np.int32).reshape(len(side), length) for side in chosen)
+    return rest, kept, border
+
+
+def _of_file(text: Path | None, tokenizer: Any, length: int) -> list[Window]:
+    try:
+        return Perplexity(data=text, window=length).windows(tokenizer, "search")
+    except UserError as error:
+        raise UserError(str(error).replace("--data", "--text")) from None

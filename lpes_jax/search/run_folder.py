@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lpes_jax import hosts
+from lpes_jax import hosts, output
 from lpes_jax.errors import UserError
 from lpes_jax.factors import read_json, write_json
 from lpes_jax.provenance import PLACES, check_resumed, flag_of, flat
@@ -42,15 +42,15 @@ except ImportError:  # Windows
 class RunFolder:
     """A run's files, locked until `close`. Raises UserError where the folder holds another run, or a process works in it."""
 
-    def __init__(self, path: Path, config: dict[str, Any], resume: bool):
+    def __init__(self, path: Path, config: dict[str, Any], resume: bool, overwrite: bool = False):
         """`config` is what decides the run's results, and the `environment`; a resumed run must have the same but for this.
 
-        Paths of files may differ: it has the hashes of their contents.
+        Paths of files may differ: it has the hashes of their contents. `overwrite` drops the run that is there.
         """
         self.path = path
         self.history_path, self.state_path = path / "history.jsonl", path / "state.npz"
         self._history: Any = None
-        self.recorded, self.resumed = hosts.from_first(lambda: self._open(config, resume))
+        self.recorded, self.resumed = hosts.from_first(lambda: self._open(config, resume, overwrite))
 
     def __enter__(self) -> "RunFolder":
         return self
@@ -140,26 +140,32 @@ class RunFolder:
         """What goes wrong with a file in here is the user's to mend: a full disk, say."""
         try:
             yield
-        except FileExistsError as error:  # another process began a run in this moment
+        except FileExistsError as error:
+            if not self.path.is_dir():
+                raise UserError(f"--output-path {self.path}: a file is there, not a folder; give another folder") from error
+            # Another process began a run in this moment.
             raise UserError(f"--output-path {self.path} holds a run already; give another folder") from error
         except OSError as error:
             way_out = "; make room, then go on with --resume" if self.history_path.exists() else ""
             reason = f"{error.strerror or error}"
             raise UserError(f"--output-path {self.path}: cannot be written ({reason}){way_out}") from error
 
-    def _open(self, config: dict[str, Any], resume: bool) -> tuple[list[dict[str, Any]], bool]:
+    def _open(self, config: dict[str, Any], resume: bool, overwrite: bool) -> tuple[list[dict[str, Any]], bool]:
         """The folder, locked: the records that it has, and whether a run goes on there."""
         path, self.recorded = self.path, []
         started = self.history_path.exists() or (path / "config.json").exists()
         if resume and not started and not (path.is_dir() and not any(path.iterdir())):
             raise UserError(f"--resume: {path} holds no run (no config.json); leave --resume out to begin one")
-        if not resume and self.history_path.exists():
+        if not (resume or overwrite) and self.history_path.exists():
             raise UserError(f"--output-path {path} holds a run already; give --resume to go on with it, or another folder")
         with self.writing():
             path.mkdir(parents=True, exist_ok=True)
-            self._history = self.history_path.open("a+b" if resume else "xb", buffering=0)
+            self._history = self.history_path.open("a+b" if resume or overwrite else "xb", buffering=0)
         try:
             self._lock()
+            if overwrite:
+                with self.writing():
+                    output.remove(path, output.SEARCHED)  # the history is emptied below
             kept = self._whole_lines() if resume else b""
             before = self._config_before(needed=bool(kept)) if resume else None
             if before is not None:

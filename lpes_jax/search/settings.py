@@ -4,7 +4,9 @@ settings = preset("quick", num_pairs=4)      # SearchSettings() is the preset `d
 """
 
 import difflib
+import math
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -13,14 +15,18 @@ import numpy as np
 
 from lpes_jax.errors import UserError
 from lpes_jax.factors import LayerFactors
+from lpes_jax.limits import check_bounds, check_individuals
 from lpes_jax.models.llama.chat import PromptForm, check_chat
 from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.rope import Granularity
 from lpes_jax.search.genetic_settings import GeneticSettings
 from lpes_jax.search.gradient import GradientSettings
+from lpes_jax.search.mixture import is_mixture
+from lpes_jax.search.plain_text import DEFAULT_WINDOW
 from lpes_jax.search.space import Space
+from lpes_jax.tasks.flags import SETTINGS as TASK_SETTINGS
 from lpes_jax.tasks.flags import TaskFlags
-from lpes_jax.tasks.prompts import Overlength
+from lpes_jax.tasks.prompts import Overlength, check_once, check_positions
 
 Curve = Literal["bezier", "linear", "step", "free", "authors", "shared"]
 Fitness = Literal["accuracy", "log_likelihood", "metric"]
@@ -89,7 +95,10 @@ class SearchSettings(TaskFlags):
     model: str = "tiny-retriever"
     """A name in models/zoo, a folder in Hugging Face layout, a .gguf file, or a Hugging Face hub id."""
     output_path: Path = Path("runs/search")
-    """Folder of the run: history.jsonl, factors.json, results.json, pictures."""
+    """Folder of the run: history.jsonl, factors.json, results.json, pictures (where it is not given and taken:
+    runs/search-2, ...)."""
+    overwrite: bool = False
+    """Drop the search in --output-path and begin anew."""
 
     apply_chat_template: bool = False
     """Ask in a chat, by the tokenizer's own chat template; the opener stands behind it."""
@@ -98,17 +107,19 @@ class SearchSettings(TaskFlags):
     system_prompt: str | None = None
     """The chat's system prompt, instead of the template's or form's own."""
     limit: int = 200
-    """Search examples (of each length); each is scored at every search position."""
+    """Search examples (of each task and length); each is scored at every search position."""
     test_limit: int = 500
-    """Held-out examples (of each length) that the search reports on at its end."""
+    """Held-out examples (of each task and length) that the search reports on at its end."""
     positions: tuple[int, ...] = (0, 25, 50, 75, 100)
     """Positions of that report, in percent of the prompt."""
     metrics: tuple[str, ...] = ()
-    """Metrics of that report (default: prefix for kv, else the task's own)."""
+    """Metrics of that report (default: prefix for kv, else the task's own; in a mixture each task takes those that it has)."""
     max_new_tokens: int | None = None
     """Tokens to generate where something is (default: the task's)."""
     overlength: Overlength = "error"
     """What becomes of questions too long for the model's window: skip leaves them out at every position, and counts them."""
+    drop_leaky: bool = False
+    """Leave out questions whose gold answer is empty to the metric, or stands in what is beside the fact; they are counted."""
     seed: int = 0
     """One seed for examples and for the search."""
 
@@ -135,6 +146,8 @@ class SearchSettings(TaskFlags):
     """Factor of every control point of the first individual (Eq. 8)."""
     initial_factors: Path | None = None
     """factors.json of another search to start from, in place of --initial-factor."""
+    other_model: bool = False
+    """Take factors that were found for another model (other sizes, RoPE or tokenizer), as far as their shape fits."""
     x_step: float = 1.0
     """Lattice of the control points' x, in layers; 0: continuous."""
     y_step: float = 0.05
@@ -183,7 +196,7 @@ class SearchSettings(TaskFlags):
     weights_in: Literal["loss", "sampling"] = "loss"
     """gradient: --weights weigh the positions' losses, or are how often prompts of a position are drawn."""
     minibatch_size: int = 24
-    """gradient: prompts a step (of each length)."""
+    """gradient: prompts a step (of each task and length)."""
     validation_share: float = 0.25
     """gradient: share of the search examples that the best step is chosen on."""
     look_every: int = 10
@@ -199,13 +212,16 @@ class SearchSettings(TaskFlags):
     text: Path | None = None
     """gradient: plain text that must not become less likely (where it is wanted and not given: text that the model writes)."""
     text_weight: float = 0.0
-    """gradient: weight of the plain text's loss in nats a token, beside the answers' in nats an answer."""
+    """gradient: weight of the plain text's loss in nats a token, beside the answers' in nats an answer (of a mixture: in nats a
+    token, times the mean tokens of an answer)."""
     text_minibatch: int = 4
     """gradient: windows of text a step."""
-    text_window: int = 512
-    """gradient: tokens of a window of text."""
+    text_window: int | tuple[int, ...] = DEFAULT_WINDOW
+    """gradient: tokens of a window of text, up to the model's window; several (512 2048 8192): windows of all these lengths,
+    whose losses count alike, and which share the tokens that --text-minibatch windows of the longest have."""
     max_text_loss_rise: float | None = None
-    """gradient: refuse steps whose loss on held-back plain text lies further above the start's."""
+    """gradient: refuse steps whose loss on held-back plain text lies further above the start's; with several --text-window,
+    in any quarter of the longest."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on a GPU, float32 on a CPU."""
@@ -223,37 +239,40 @@ class SearchSettings(TaskFlags):
 
 def preset(name: str, **changes: Any) -> SearchSettings:
     """The settings of a preset (`paper`, `default`, `quick`), with changes. Raises UserError for a name that is none."""
-    return SearchSettings(**preset_values(name, changes.get("algorithm", "ga")) | changes)
+    mixture = changes.get("mixture") is not None
+    return SearchSettings(**preset_values(name, changes.get("algorithm", "ga"), mixture=mixture) | changes)
 
 
-def preset_values(name: str, algorithm: str) -> dict[str, Any]:
-    """What a preset sets, with an algorithm. Raises UserError for a name that is none."""
+def preset_values(name: str, algorithm: str, *, mixture: bool = False) -> dict[str, Any]:
+    """What a preset sets, with an algorithm, and beside a `--mixture` nothing of tasks.
+
+    Raises UserError for a name that is none.
+    """
     if name not in PRESETS:
         raise UserError(f"--preset {name!r} is not known; the presets are: {', '.join(PRESETS)}")
-    return PRESETS[name] | (APPENDIX_C if (name, algorithm) == ("paper", "gradient") else {})
+    values = PRESETS[name] | (APPENDIX_C if (name, algorithm) == ("paper", "gradient") else {})
+    return {key: value for key, value in values.items() if not (mixture and key in TASK_SETTINGS)}
 
 
 def check(settings: SearchSettings) -> None:
     """Raise UserError for what cannot be, as far as that is known without the model."""
-    for name, least in (("limit", 1), ("test_limit", 1), ("generations", 0), ("uniform_candidates", 1)):
-        if getattr(settings, name) < least:
-            raise UserError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(settings, name)}")
-    for name in ("batch_size", "population_chunk", "max_evaluations"):
-        if (value := getattr(settings, name)) is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-    if not settings.positions:
-        raise UserError("--positions: give at least one position, in percent")
+    check_bounds(settings)
+    if settings.algorithm != "gradient" and settings.max_evaluations is None:
+        of_generation = settings.mutations + 2 * settings.crossovers
+        check_individuals(settings.population_size + settings.generations * of_generation)
+    check_positions(settings.positions)
+    check_once(settings.metrics, "--metrics")
     check_chat(
         apply_chat_template=settings.apply_chat_template,
         prompt_form=settings.prompt_form,
         system_prompt=settings.system_prompt,
     )
-    weights = " ".join(map(str, settings.weights))
-    if len(settings.weights) != len(settings.search_positions) or not settings.weights:
-        places = " ".join(map(str, settings.search_positions))
-        raise UserError(f"--weights {weights}: give one number for each of --search-positions {places}")
-    if min(settings.weights) < 0 or abs(sum(settings.weights) - 1) > 1e-6:
-        raise UserError(f"--weights must be numbers from 0 that sum to 1, got {weights}")
+    check_weights(settings.weights, settings.search_positions)
+    for name, value in vars(settings).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"--{name.replace('_', '-')} must be a finite number, got {value}")
+    if settings.stay_close < 0:
+        raise UserError(f"--stay-close must be at least 0, got {settings.stay_close}")
     from lpes_jax.search.strategies import NAMES  # evosax wants devices at once: not before several processes have met
 
     if settings.algorithm not in ("ga", "gradient", *NAMES):
@@ -261,10 +280,27 @@ def check(settings: SearchSettings) -> None:
         raise UserError(f"--algorithm {settings.algorithm!r} is not known; did you mean {', '.join(close)}?")
     if settings.race and settings.algorithm == "gradient":
         raise UserError("--race drops individuals, which --algorithm gradient has none of; leave it out")
+    if is_mixture(settings):
+        several = "--mixture" if settings.mixture is not None else f"--task {' '.join(settings.task)}"
+        if settings.race:
+            raise UserError(f"{several}: --race compares questions of one task; leave it out")
+        if settings.fitness == "metric":
+            raise UserError(f"{several}: --fitness metric is of one task; use accuracy or log_likelihood")
     if settings.race and settings.fitness == "metric":
         raise UserError("--race: --fitness metric has individuals one by one generate text on all questions; leave --race out")
     if settings.max_evaluations is not None and settings.algorithm == "gradient":
         raise UserError("--max-evaluations counts individuals, which --algorithm gradient has none of; give --steps")
+
+
+def check_weights(weights: Sequence[float], positions: Sequence[int]) -> None:
+    """Raise UserError unless each of `--search-positions` has a weight, and the weights are shares of 1."""
+    check_positions(positions, "--search-positions")
+    shown = " ".join(map(str, weights))
+    if len(weights) != len(positions):
+        places = " ".join(map(str, positions))
+        raise UserError(f"--weights {shown}: give one number for each of --search-positions {places}")
+    if not (all(weight >= 0 for weight in weights) and abs(sum(weights) - 1) <= 1e-6):  # false for NaN, too
+        raise UserError(f"--weights must be numbers from 0 that sum to 1, got {shown}")
 
 
 def scaled_layers(settings: SearchSettings, num_layers: int) -> range:
@@ -294,12 +330,14 @@ def search_space(settings: SearchSettings, config: LlamaConfig, layers: range) -
         units += (config.num_kv_heads,)
     if "band" in granularity:
         units += (bands,)
-    count = {"free": len(layers), "shared": half}.get(s.curve, s.control_points or 4)
+    count = {"free": len(layers), "shared": half}.get(s.curve, 4 if s.control_points is None else s.control_points)
     if s.curve in ("free", "shared"):
         what = f"a layer, {count}" if s.curve == "free" else f"a dimension, {count}"
         if s.control_points not in (None, count):
             raise UserError(f"--curve {s.curve} has one control point {what}; leave --control-points out")
-    elif not 2 <= count <= max(len(layers), 2):
+    elif len(layers) < 2:
+        raise UserError(f"--curve {s.curve} runs over the scaled layers, and there is only one; use --curve free")
+    elif not 2 <= count <= len(layers):
         raise UserError(f"--control-points must be from 2 to the number of scaled layers, {len(layers)}, got {count}")
     if s.curve == "shared":
         if units:
@@ -317,7 +355,7 @@ def search_space(settings: SearchSettings, config: LlamaConfig, layers: range) -
     )
     if s.initial_factors is None:
         return space
-    return space.starting_from(LayerFactors.load(Path(s.initial_factors)), str(s.initial_factors))
+    return space.starting_from(LayerFactors.load(Path(s.initial_factors)), f"--initial-factors {s.initial_factors}")
 
 
 def genetic_settings(settings: SearchSettings, space: Space) -> GeneticSettings:
@@ -335,7 +373,15 @@ def genetic_settings(settings: SearchSettings, space: Space) -> GeneticSettings:
         values["max_change_x"] = 0.0
     if settings.initial_factors is not None:
         values["initial_points"] = tuple(map(tuple, np.stack([space.x, space.y], axis=1).tolist()))
-    return GeneticSettings(**values)
+    genetic = GeneticSettings(**values)
+    x = genetic.initial_genes[:, 0]
+    if settings.initial_factors is not None and not pinned and len(space.layers) > 1 and (np.diff(x) <= 0).any():
+        at = int(np.argmax(np.diff(x) <= 0))
+        raise UserError(
+            f"--initial-factors {settings.initial_factors}: the x {space.x[at]:g} and {space.x[at + 1]:g} are one place on the "
+            f"lattice of --x-step {settings.x_step:g}; give --x-step 0 (continuous)"
+        )
+    return genetic
 
 
 def gradient_settings(settings: SearchSettings) -> GradientSettings:
@@ -351,5 +397,5 @@ def as_record(settings: SearchSettings) -> dict[str, Any]:
     return {
         name: value
         for name, value in record.items()
-        if name not in ("output_path", "resume", "batch_size", "population_chunk", "model_axis")
+        if name not in ("output_path", "overwrite", "resume", "batch_size", "population_chunk", "model_axis")
     }

@@ -1,11 +1,12 @@
 """What ends a search early: its budget, or SIGINT and SIGTERM, with what is being scored finished and written first."""
 
+import contextlib
 import os
 import signal
 import threading
 from types import FrameType
 
-from lpes_jax import hosts
+from lpes_jax import hosts, process
 from lpes_jax.errors import Interrupted
 
 
@@ -17,19 +18,23 @@ class GracefulStop:
     """While it is entered, a SIGINT or SIGTERM waits until `check`, which raises Interrupted; a second one does not wait.
 
     Of several processes, a signal to one ends all, at the same `check`. Only a program's main thread can have signals; in
-    another, this does nothing.
+    another, this does nothing. A command has its signals from `process`, a program from handlers that are set here.
     """
 
     def __init__(self):
         self._signal: int | None = None
         self._before = {}
+        self._taking = contextlib.ExitStack()
 
     def __enter__(self) -> "GracefulStop":
-        if threading.current_thread() is threading.main_thread():
+        if process.is_ours():
+            self._taking.enter_context(process.graceful(self._note))
+        elif threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._taking.close()
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if kind is None:
@@ -40,7 +45,7 @@ class GracefulStop:
         if number := max(hosts.gather(self._signal or 0)):
             raise Interrupted(number)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _note(self, number: int, frame: FrameType | None = None) -> None:
         if self._signal is not None:
             raise Interrupted(number)
         self._signal = number

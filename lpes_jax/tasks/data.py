@@ -1,6 +1,5 @@
 """Reading a benchmark's files, and which of their examples a search may see. Every complaint names the file and the line."""
 
-import gzip
 import hashlib
 import json
 import zlib
@@ -10,6 +9,7 @@ from typing import Any, TypeVar
 
 from lpes_jax.errors import UserError
 from lpes_jax.tasks.prompts import Split
+from lpes_jax.text_files import OtherEncoding, open_text
 
 E = TypeVar("E")
 
@@ -44,12 +44,13 @@ def json_rows(path: Path, columns: Sequence[str], what: str) -> Iterator[tuple[s
     """
     number = 0
     try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
+        with open_text(path) as lines:
             for number, line in enumerate(lines, 1):
+                line = line.removeprefix("\ufeff")  # each file of several that were joined may begin with a byte-order mark
                 if line.strip():
                     where = f"--data {path}, line {number}"
                     yield where, _row(line, columns, f"{where}: not {what}")
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, OtherEncoding, UnicodeDecodeError) as error:
         raise UserError(f"--data {path}: not readable as .jsonl or .jsonl.gz after line {number} ({error})") from error
 
 

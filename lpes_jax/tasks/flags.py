@@ -1,5 +1,6 @@
 """The flags that choose a task and its settings, shared by the verbs. None leaves a setting at the task's own default."""
 
+import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -7,8 +8,10 @@ from typing import Any, Literal
 from lpes_jax.errors import UserError
 from lpes_jax.tasks import make_task, settings_of
 from lpes_jax.tasks.metrics import FirstLine
+from lpes_jax.tasks.ranged import Ranged
 
 TaskName = Literal["kv", "mdqa", "needle", "zero_scrolls", "l_eval", "mmlu", "ceval", "perplexity"]
+Length = int | str  # a number, or a range: "5:20"
 ITEMS = {"kv": "key-value pairs", "mdqa": "documents", "needle": "sentences"}
 
 
@@ -16,13 +19,20 @@ ITEMS = {"kv": "key-value pairs", "mdqa": "documents", "needle": "sentences"}
 class TaskFlags:
     """Which task, and its settings; each task refuses those that it has not."""
 
-    task: TaskName = "kv"
-    """kv: key-value retrieval; mdqa: multi-document QA; needle; zero_scrolls; l_eval; mmlu; ceval; perplexity."""
+    task: TaskName | tuple[TaskName, ...] = "kv"
+    """kv: key-value retrieval; mdqa: multi-document QA; needle; zero_scrolls; l_eval; mmlu; ceval; perplexity. Several in a
+    search: it uses all of them together, each with those of the flags that it has."""
+    mixture: Path | None = None
+    """A search: TOML file with a block [[task]] for each task: task = its name, its flags by their names, and where wanted
+    limit, test_limit and weight of its own. In place of all flags of tasks."""
+    data_folder: Path | None = None
+    """The folder that paths in --mixture start from (default: the file's own)."""
     data: Path | None = None
     """The benchmark's file or folder; kv and needle are generated without one."""
 
-    num_pairs: int | tuple[int, ...] | None = None
-    """kv: key-value pairs in a prompt (default 50); several in a search: it uses prompts of all these lengths."""
+    num_pairs: Length | tuple[Length, ...] | None = None
+    """kv: key-value pairs in a prompt (default 50); several in a search: it uses prompts of all these lengths. A range, 5:20: a
+    search draws the length of each prompt log-uniformly from it."""
     key_length: int | None = None
     """kv: keys and values of this many hexadecimal characters instead of UUIDs."""
     answer_opener: str | None = None
@@ -33,8 +43,8 @@ class TaskFlags:
     that a position is a mean of neighbours (1: the pair or document moves); mdqa: with --distractors random."""
     query_aware: bool = False
     """kv, mdqa: the question stands before the data as well."""
-    num_documents: int | tuple[int, ...] | None = None
-    """mdqa: documents in a prompt (default 10), or several lengths in a search likewise."""
+    num_documents: Length | tuple[Length, ...] | None = None
+    """mdqa: documents in a prompt (default 10), or several lengths or a range in a search likewise."""
     distractors: Literal["file", "random"] | None = None
     """mdqa: the file's own, or other questions' gold documents (from nq-open-oracle.jsonl.gz)."""
     mode: Literal["documents", "oracle", "closed_book"] | None = None
@@ -47,8 +57,8 @@ class TaskFlags:
     """mdqa: an answer that normalises to nothing counts as found, as in the original."""
     unicode_normalise: bool = False
     """mdqa: score without accents."""
-    num_sentences: int | None = None
-    """needle: sentences of filler (default 100)."""
+    num_sentences: Length | tuple[Length, ...] | None = None
+    """needle: sentences of filler (default 100), or several lengths or a range in a search likewise."""
     num_keys: int | None = None
     """needle: needles in a prompt."""
     num_queries: int | None = None
@@ -67,39 +77,73 @@ class TaskFlags:
     """perplexity: tokens that each window moves on (default: the window)."""
 
 
-LENGTHS = ("num_pairs", "num_documents")
+LENGTHS = ("num_pairs", "num_documents", "num_sentences")
+SETTINGS = tuple(field.name for field in fields(TaskFlags) if field.name not in ("task", "mixture", "data_folder"))
 
 
 def task_of(flags: TaskFlags, **more: Any) -> Any:
     """The task that the flags ask for. Raises UserError as `make_task` does, and where they ask for several."""
+    if flags.mixture is not None:
+        raise UserError("--mixture is for a search; here give one --task with its flags")
+    if isinstance(flags.task, tuple) and len(flags.task) > 1:
+        raise UserError(f"--task {' '.join(flags.task)}: several tasks are for a search; give one at a time here")
     first, *others = tasks_of(flags, **more)
-    if others:
-        raise UserError(f"--{flags.task}: one length at a time; give --num-pairs or --num-documents one number")
+    if others or isinstance(first, Ranged):
+        flag = next(name for name in LENGTHS if isinstance(getattr(flags, name), str | tuple))
+        raise UserError(f"--task {name_of(flags)}: one length at a time; give --{flag.replace('_', '-')} one number")
     return first
 
 
+def name_of(flags: TaskFlags) -> TaskName:
+    """The name of the one task. Raises UserError where there are several."""
+    names = (flags.task,) if isinstance(flags.task, str) else flags.task
+    if len(names) != 1:
+        raise UserError(f"--task {' '.join(names) or 'without a name'}: give one task")
+    return names[0]
+
+
+def given(flags: TaskFlags) -> dict[str, Any]:
+    """The settings of tasks that the flags name."""
+    found = {name: getattr(flags, name) for name in SETTINGS}
+    return {name: value for name, value in found.items() if value is not None and value is not False and value != ()}
+
+
 def tasks_of(flags: TaskFlags, **more: Any) -> list[Any]:
-    """The task of each length that the flags name: one, unless `num_pairs` or `num_documents` are several."""
-    named = [field.name for field in fields(TaskFlags) if field.name != "task"]
-    given = {name: getattr(flags, name) for name in named}
-    given = {name: value for name, value in given.items() if value is not None and value is not False and value != ()}
-    if flags.task == "kv":
-        given.setdefault("num_pairs", 50)
-    own = settings_of(flags.task)
-    given |= {name: value for name, value in more.items() if value is not None and name in own}
-    several = next((name for name in LENGTHS if isinstance(given.get(name), tuple)), None)
-    if several is None:
-        return [make_task(flags.task, **given)]
-    lengths = given.pop(several)
+    """The task of each length that the flags name: one, unless `num_pairs` or the like are several."""
+    return make_tasks(name_of(flags), given(flags), **more)
+
+
+def make_tasks(name: TaskName, settings: dict[str, Any], **more: Any) -> list[Any]:
+    """The task `name` in each of its lengths. `more`: settings that those tasks get that have them."""
+    settings, own = dict(settings), settings_of(name)
+    if name == "kv":
+        settings.setdefault("num_pairs", 50)
+    settings |= {name: value for name, value in more.items() if value is not None and name in own}
+    setting = next((name for name in LENGTHS if isinstance(settings.get(name), str | tuple)), None)
+    if setting is None:
+        return [make_task(name, **settings)]
+    lengths = settings.pop(setting)
+    lengths = lengths if isinstance(lengths, tuple) else (lengths,)
     if len(set(lengths)) < len(lengths):
         raise UserError(
-            f"--{several.replace('_', '-')} {' '.join(map(str, lengths))}: a length stands there twice; give it once"
+            f"--{setting.replace('_', '-')} {' '.join(map(str, lengths))}: a length stands there twice; give it once"
         )
-    return [make_task(flags.task, **given, **{several: length}) for length in lengths]
+    return [_of_length(name, settings, setting, length) for length in lengths]
+
+
+def _of_length(name: str, settings: dict[str, Any], setting: str, length: Length) -> Any:
+    if isinstance(length, int):
+        return make_task(name, **settings, **{setting: length})
+    match = re.fullmatch(r"(\d+):(\d+)", length)
+    if match is None or not 1 <= int(match[1]) < int(match[2]):
+        flag = f"--{setting.replace('_', '-')}"
+        raise UserError(f"{flag} {length!r} is neither a number nor a range from a lower to a higher one, such as 5:20")
+    return Ranged(make_task(name, **settings, **{setting: int(match[2])}), setting, int(match[1]))
 
 
 def title_of(flags: TaskFlags, task: Any) -> str:
-    """What pictures and tables call it: `10 documents`, `zero_scrolls qasper`."""
-    if flags.task in ITEMS:
-        return f"{task.num_items} {ITEMS[flags.task]}"
-    return f"{flags.task} {flags.subset or ''}".strip()
+    """What pictures and tables call it: `10 documents`, `5 to 20 documents`, `zero_scrolls qasper`."""
+    name = name_of(flags)
+    if name in ITEMS:
+        return f"{f'{task.low} to ' if isinstance(task, Ranged) else ''}{task.num_items} {ITEMS[name]}"
+    return f"{name} {flags.subset or ''}".strip()

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from lpes_jax.errors import UserError
+from lpes_jax.limits import check_bounds, check_text_size
 from lpes_jax.tasks.data import content_id, json_rows, split_of, take
 from lpes_jax.tasks.metrics import substring
 from lpes_jax.tasks.prompts import Generation, Prompt, Split
@@ -98,13 +99,10 @@ class KeyValue(Generation):
     name: ClassVar[str] = "kv"
 
     def __post_init__(self):
-        if self.num_pairs < 1:
-            raise UserError(f"--num-pairs must be at least 1, got {self.num_pairs}")
+        check_bounds(self)
         if self.key_length is not None:
             if self.data is not None:
                 raise UserError("--key-length is for generated pairs; leave it out with --data")
-            if self.key_length < 1:
-                raise UserError(f"--key-length must be at least 1, got {self.key_length}")
             if 16**self.key_length < self.num_pairs:
                 raise UserError(
                     f"--key-length {self.key_length} gives only {16**self.key_length} distinct keys for --num-pairs "
@@ -148,6 +146,10 @@ class KeyValue(Generation):
         if self.data is None:
             if count is None or count < 0:
                 raise UserError(f"--limit must not be negative, got {count}" if count else "generated pairs need a --limit")
+            item = f"--num-pairs {self.num_pairs}"
+            check_text_size(
+                count, item, self.num_pairs * (2 * (self.key_length or 36) + 8), "--limit, --num-pairs or --key-length"
+            )
             haystacks = [self._generate(split, index, seed) for index in range(-(-count // self.queries_per_haystack))]
             return [example for haystack in haystacks for example in haystack][:count]
         return take(self._read(self.data), split, count, _split, self.data)
@@ -164,6 +166,7 @@ class KeyValue(Generation):
         lines = ",\n ".join(f'"{key}": "{value}"' for key, value in records)
         text = (QUERY_AWARE_TEMPLATE if self.query_aware else TEMPLATE).format(records=lines, key=key)
         forced = self.answer_opener or ""
+        others = "\0".join(part for at, record in enumerate(records) if at != slot for part in record)
         return Prompt(
             text=text + forced,
             answers=(value,) if forced else tuple(opener + value for opener in self.openers),
@@ -172,6 +175,7 @@ class KeyValue(Generation):
             position=own_position if position is None else position,
             slot=slot,
             num_items=self.num_pairs,
+            faults=_faults(value, others),
         )
 
     def score(self, output: str, prompt: Prompt) -> dict[str, float]:
@@ -230,18 +234,27 @@ class KeyValue(Generation):
             raise UserError(f"{where}: the key {repeated!r} stands there twice, so the question has no one answer; remove one")
         if (key, value) not in records:
             raise UserError(f"{where}: the pair asked for ({key!r}) is not among ordered_kv_records; add it or remove the line")
+        if not value.strip():
+            raise UserError(f"{where}: the value asked for is {value!r}, which every output holds; give it a value")
         if len(records) < self.num_pairs:
             raise UserError(f"{where}: {len(records)} pairs, but --num-pairs is {self.num_pairs}; use at most {len(records)}")
         others = [record for record in records if record[0] != key][: self.num_pairs - 1]
         kept = dict([(key, value), *others])
         pairs = [record for record in records if record[0] in kept]  # in the row's order
-        askable = [at for at, record in enumerate(pairs) if split_of(record[0]) == split_of(key)]
+        askable = [at for at, (other, text) in enumerate(pairs) if split_of(other) == split_of(key) and text.strip()]
         if len(askable) < self.queries_per_haystack:
             raise UserError(
-                f"{where}: only {len(askable)} of its keys are of the same split as the one asked for; "
+                f"{where}: only {len(askable)} of its keys are of the same split as the one asked for, and have a value; "
                 f"use --queries-per-haystack {len(askable)} or less"
             )
         return self._asked(pairs, pairs.index((key, value)), askable)
+
+
+def _faults(value: str, others: str) -> tuple[str, ...]:
+    """Of a question for `value`, beside whose pair stand the texts `others`."""
+    if not any(char.isalnum() for char in value):  # quotes and commas are in every output that goes on in JSON
+        return ("gold_empty",)
+    return ("answer_in_distractors",) if value.lower() in others.lower() else ()
 
 
 def _split(example: Example | Question) -> Split:

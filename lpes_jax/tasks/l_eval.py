@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from lpes_jax.errors import UserError
+from lpes_jax.limits import check_bounds
 from lpes_jax.tasks.data import content_id, json_rows, need_file, split_of, take
-from lpes_jax.tasks.metrics import ROUGE, exam_letters, exam_score, f1, rouge
+from lpes_jax.tasks.metrics import ROUGE, exam_letters, exam_score, f1, rouge, says_nothing
 from lpes_jax.tasks.prompts import Cut, Generated, Prompt, Split, Unmoved, continuation
 from lpes_jax.tasks.prompts import position as position_of
 
@@ -104,6 +105,7 @@ class LEval(Unmoved, Generated):
     name: ClassVar[str] = "l_eval"
 
     def __post_init__(self):
+        check_bounds(self)
         if self.subset not in SUBSETS:
             raise UserError(f"--subset {self.subset!r} is not of L-Eval; its tasks here are: {', '.join(SUBSETS)}")
         need_file(self.data, SOURCE)
@@ -135,7 +137,7 @@ class LEval(Unmoved, Generated):
             cut = Cut(start, start + len(example.document))
         return Prompt(
             text=text,
-            answers=() if self.subset in ROUGE_SUBSETS else (continuation(text, example.gold),),
+            answers=() if self.subset in ROUGE_SUBSETS or not example.gold.strip() else (continuation(text, example.gold),),
             gold=example.gold,
             example=content_id(example.document, example.question, example.gold, example.kind),
             position=own_position if position is None else position,
@@ -143,6 +145,7 @@ class LEval(Unmoved, Generated):
             num_items=1,
             cut=cut,
             details={"subset": self.subset} | ({"kind": example.kind} if example.kind else {}),
+            faults=("gold_empty",) * (kind == "open" and says_nothing(example.gold, self.metrics[0])),
         )
 
     def score(self, output: str, prompt: Prompt) -> dict[str, float]:

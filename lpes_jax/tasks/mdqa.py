@@ -30,12 +30,14 @@ their end: what they share is computed once. No document answers another one's q
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 from lpes_jax.errors import UserError
+from lpes_jax.limits import check_bounds
 from lpes_jax.tasks.data import content_id, json_rows, need_file, split_of, take
-from lpes_jax.tasks.metrics import FirstLine, best_subspan_em, contains, normalise
+from lpes_jax.tasks.metrics import FirstLine, best_subspan_em, contains, f1, first_line, normalise
 from lpes_jax.tasks.prompts import Generation, Prompt, Split
 from lpes_jax.tasks.prompts import position as position_of
 
@@ -122,9 +124,8 @@ class MultiDocumentQA(Generation):
     name: ClassVar[str] = "mdqa"
 
     def __post_init__(self):
+        check_bounds(self)
         need_file(self.data, SOURCE)
-        if self.num_documents < 1:
-            raise UserError(f"--num-documents must be at least 1, got {self.num_documents}")
         if self.query_aware and self.random_order:
             raise UserError("--query-aware and --random-order: lost-in-the-middle has no prompt with both; leave one out")
         if not 1 <= self.queries_per_haystack <= max(1, self.num_documents - 1):
@@ -148,7 +149,7 @@ class MultiDocumentQA(Generation):
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        return ("best_subspan_em", "best_subspan_em_bounded", "best_subspan_em_original")
+        return ("best_subspan_em", "best_subspan_em_bounded", "best_subspan_em_original", "f1")
 
     def examples(self, split: Split, count: int | None, seed: int) -> list[Any]:
         """The first `count` questions of the split in the file's order; `seed` draws or shuffles distractors, no more.
@@ -189,7 +190,7 @@ class MultiDocumentQA(Generation):
         parts = [instruction, *([question] if self.query_aware else []), lines, f"{question}\nAnswer:"]
         return Prompt(
             text=parts[-1] if self.mode == "closed_book" else "\n\n".join(parts),
-            answers=tuple(dict.fromkeys(f" {answer}" for answer in example.answers)),
+            answers=tuple(dict.fromkeys(f" {answer}" for answer in example.answers if answer.strip())),
             gold=example.answers[0],
             example=identity,
             position=own_position if position is None else position,
@@ -197,10 +198,14 @@ class MultiDocumentQA(Generation):
             num_items=self.num_items,
             golds=example.answers,
             details={"distractors": [it.id for it in example.distractors]},
+            faults=self._faults(example),
         )
 
     def score(self, output: str, prompt: Prompt) -> dict[str, float]:
-        """Substring of the first line by these settings, the same at word ends only, and lost-in-the-middle's own."""
+        """Substring of the first line by these settings, the same at word ends only, lost-in-the-middle's own, and SQuAD's F1.
+
+        F1 is of the first line as well, by the best gold; it falls where an answer says more than is asked.
+        """
         golds, own = prompt.references, {"rule": self.first_line, "empty_golds_match": self.empty_golds_match}
         original = best_subspan_em(output, golds, rule="original", empty_golds_match=True)
         return {
@@ -209,7 +214,14 @@ class MultiDocumentQA(Generation):
                 best_subspan_em(output, golds, **own, unicode=self.unicode_normalise, bounded=True)
             ),
             "best_subspan_em_original": float(original),
+            "f1": f1(first_line(output, self.first_line), golds, unicode=self.unicode_normalise),
         }
+
+    def _faults(self, example: Example) -> tuple[str, ...]:
+        """`gold_empty` where one of the answers is: the original's metric then counts every output as right."""
+        scored = {normalise(answer, unicode) for answer in example.answers for unicode in {False, self.unicode_normalise}}
+        leaks = self.mode == "documents" and any(_answers(_text(it), example.answers) for it in example.distractors)
+        return ("gold_empty",) * ("" in scored) + ("answer_in_distractors",) * leaks
 
     def _read(self, path: Path) -> list[Example]:
         examples: dict[str, Example] = {}
@@ -279,10 +291,16 @@ def _pools(rows: list[Example]) -> dict[Split, dict[str, tuple[Example, str]]]:
     """Of each split the passages by their text: the first row with each as its gold one, and the passage normalised."""
     pools: dict[Split, dict[str, tuple[Example, str]]] = {"search": {}, "test": {}}
     for row in rows:  # a passage may be gold for several questions; it stands in a prompt once
-        pools[question_split(row.question)].setdefault(row.gold.text, (row, normalise(f"{row.gold.title} {row.gold.text}")))
+        pools[question_split(row.question)].setdefault(row.gold.text, (row, _text(row.gold)))
     for shared in pools["search"].keys() & pools["test"].keys():  # gold for questions of both splits: in neither's pool
         del pools["search"][shared], pools["test"][shared]
     return pools
+
+
+@lru_cache(2**16)  # a passage stands in many prompts
+def _text(document: Document) -> str:
+    """The passage as it is compared with answers."""
+    return normalise(f"{document.title} {document.text}")
 
 
 def _apart(one: tuple[Example, str], other: tuple[Example, str]) -> bool:
@@ -312,7 +330,7 @@ def _parse(row: dict[str, Any], number: int, where: str) -> Example:
         documents = [(bool(it["isgold"]), it["title"], it["text"], it.get("id")) for it in row["ctxs"]]
         texts = [question, *answers, *(text for _, *texts in documents for text in texts[:2])]
         strings = isinstance(row["answers"], list) and all(isinstance(text, str) for text in texts)
-        if not strings or not answers or not all(answers) or sum(it[0] for it in documents) != 1:
+        if not strings or not answers or sum(it[0] for it in documents) != 1:
             raise ValueError
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{where}: not {ROW}") from error

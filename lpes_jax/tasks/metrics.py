@@ -72,9 +72,9 @@ def contains(text: str, part: str, bounded: bool = False) -> bool:
     return f" {part} " in f" {text} " if bounded else part in text
 
 
-def f1(output: str, golds: Iterable[str]) -> float:
-    """SQuAD's: harmonic mean of precision and recall over normalised words."""
-    return max(_f1(normalise(output).split(), normalise(gold).split()) for gold in golds)
+def f1(output: str, golds: Iterable[str], *, unicode: bool = False) -> float:
+    """SQuAD's: harmonic mean of precision and recall over normalised words, of the best gold. `unicode`: as `normalise`."""
+    return max(_f1(normalise(output, unicode).split(), normalise(gold, unicode).split()) for gold in golds)
 
 
 def _f1(said: list[str], gold: list[str]) -> float:
@@ -102,6 +102,11 @@ def _rouge_scorer() -> Any:
 def corpus_rouge(scores: Sequence[Mapping[str, float]]) -> float:
     """ZeroSCROLLS' and L-Eval's figure: geometric mean of the three means. All examples without a common bigram give 0."""
     return math.prod(sum(score[kind] for score in scores) / len(scores) for kind in ROUGE) ** (1 / 3)
+
+
+def says_nothing(gold: str, metric: str) -> bool:
+    """Whether a gold answer is empty by the normalisation of `f1` or `rouge`: then no output has anything in common with it."""
+    return not (re.search("[a-z0-9]", gold.lower()) if metric == "rouge" else normalise(gold))
 
 
 def exponential_similarity(output: str, gold: str) -> float:

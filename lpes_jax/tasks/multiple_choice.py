@@ -29,9 +29,11 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from lpes_jax.errors import UserError
+from lpes_jax.limits import check_bounds
 from lpes_jax.tasks.data import content_id, split_of, take
-from lpes_jax.tasks.prompts import Cut, Prompt, Split, Unmoved
+from lpes_jax.tasks.prompts import Cut, Prompt, Split, Unmoved, check_once
 from lpes_jax.tasks.prompts import position as position_of
+from lpes_jax.text_files import OtherEncoding, open_text, read_text
 
 LETTERS = "ABCD"
 SOURCE = {
@@ -86,12 +88,12 @@ class MultipleChoice(Unmoved):
 
     def __post_init__(self):
         object.__setattr__(self, "name", self.benchmark)
-        if self.num_shots < 0:
-            raise UserError(f"--num-shots must not be negative, got {self.num_shots}")
+        check_bounds(self)
         if self.data is None:
             raise UserError(f"--data is needed: a folder with dev/ and {self._part}/; {SOURCE[self.benchmark]}")
         if not (self.data / self._part).is_dir():
             raise UserError(f"--data {self.data}: no folder {self._part}/ in it; {SOURCE[self.benchmark]}")
+        check_once(self.subjects, "--subjects")
         known = self._known(self.data)
         unknown = [subject for subject in self.subjects if subject not in known]
         if unknown or not known:
@@ -164,6 +166,7 @@ class MultipleChoice(Unmoved):
             options=options,
             cut=Cut(places[0], places[-1], places=tuple(places)),
             details={"subject": example.subject},
+            faults=_faults(example.row),
         )
 
     def score(self, output: str, prompt: Prompt) -> dict[str, float]:
@@ -175,6 +178,12 @@ class MultipleChoice(Unmoved):
         return row.question + choices + ANSWER[self.benchmark]
 
 
+def _faults(row: Row) -> tuple[str, ...]:
+    choices = [choice.strip() for choice in row.choices]
+    right = choices[LETTERS.index(row.answer)]
+    return ("gold_empty",) * (not right) + ("answer_in_distractors",) * (choices.count(right) > 1)
+
+
 def read_csv(path: Path) -> list[Row]:
     """The rows of a file of either benchmark, with a header or without. Raises UserError, with the line where one is wrong."""
     if not path.is_file():
@@ -182,7 +191,7 @@ def read_csv(path: Path) -> list[Row]:
     rows: list[Row] = []
     columns: Sequence[str] | None = None
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
+        with open_text(path, newline="") as file:
             reader = csv.reader(file)
             for cells in reader:
                 where = f"--data {path}, line {reader.line_num}"
@@ -192,7 +201,7 @@ def read_csv(path: Path) -> list[Row]:
                         continue
                 if cells:
                     rows.append(_row(cells, columns, where))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except (OSError, OtherEncoding, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"--data {path}: not readable as CSV ({error})") from error
     return rows
 
@@ -227,6 +236,6 @@ def _chinese_names(path: Path) -> dict[str, str]:
     if not path.is_file():
         return {}
     try:
-        return {subject: names[1] for subject, names in json.loads(path.read_text(encoding="utf-8")).items()}
+        return {subject: names[1] for subject, names in json.loads(read_text(path)).items()}
     except (ValueError, AttributeError, IndexError, TypeError) as error:
         raise UserError(f"--data: {path} is not C-Eval's (subject: [English, Chinese, category]); remove it") from error

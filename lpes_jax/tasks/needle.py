@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from lpes_jax.errors import UserError
+from lpes_jax.limits import check_bounds, check_text_size
 from lpes_jax.tasks.data import content_id, split_of
 from lpes_jax.tasks.metrics import contains, normalise, substring
 from lpes_jax.tasks.prompts import Generation, Prompt, Split, Tokenizer, token_ids
@@ -81,11 +82,10 @@ class Needle(Generation):
     name: ClassVar[str] = "needle"
 
     def __post_init__(self):
-        if self.num_sentences < 1:
-            raise UserError(f"--num-sentences must be at least 1, got {self.num_sentences}")
-        if not 1 <= self.num_queries <= self.num_keys <= 50:
+        check_bounds(self)
+        if self.num_queries > self.num_keys:
             raise UserError(
-                f"--num-queries {self.num_queries} and --num-keys {self.num_keys}: 1 <= queries <= keys <= 50 is needed"
+                f"--num-queries {self.num_queries} and --num-keys {self.num_keys}: no more needles can be asked for than there are"
             )
 
     @property
@@ -125,6 +125,7 @@ class Needle(Generation):
         """The first `count` examples of the split, each from a random stream of its own."""
         if count is None or count < 0:
             raise UserError(f"--limit must not be negative, got {count}" if count else "generated needles need a --limit")
+        check_text_size(count, f"--num-sentences {self.num_sentences}", 80 * self.num_sentences, "--limit or --num-sentences")
         return [self._generate(split, index, seed) for index in range(count)]
 
     def prompt(self, example: Example, slot: int, position: int | None = None) -> Prompt:

@@ -13,6 +13,7 @@ The first 40 % of the file's tokens are for `search`, the others for `test`; win
 """
 
 import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +22,10 @@ from typing import ClassVar
 import numpy as np
 
 from lpes_jax.errors import UserError
+from lpes_jax.limits import check_bounds
 from lpes_jax.tasks.data import need_file
 from lpes_jax.tasks.prompts import Split, Tokenizer, token_ids
+from lpes_jax.text_files import OtherEncoding, read_text
 
 
 @dataclass(frozen=True)
@@ -44,18 +47,17 @@ class Perplexity:
     name: ClassVar[str] = "perplexity"
 
     def __post_init__(self):
+        check_bounds(self)
         need_file(self.data, "any text file in UTF-8")
-        if self.window < 2:
-            raise UserError(f"--window must be at least 2 tokens, got {self.window}")
-        if self.stride is not None and not 1 <= self.stride <= self.window:
+        if self.stride is not None and self.stride > self.window:
             raise UserError(f"--stride {self.stride} must be from 1 to --window {self.window}")
 
     def windows(self, tokenizer: Tokenizer, split: Split = "test", count: int | None = None) -> list[Window]:
         """The first `count` full windows (None: all) of the split; a rest shorter than a window is left out."""
         assert self.data is not None
         try:
-            text = self.data.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            text = read_text(self.data)
+        except (OSError, EOFError, zlib.error, OtherEncoding, UnicodeDecodeError) as error:
             raise UserError(f"--data {self.data}: not readable as UTF-8 text ({error})") from error
         [ids] = token_ids(tokenizer, [text])
         bos = getattr(tokenizer, "bos_token_id", None)

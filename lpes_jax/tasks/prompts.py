@@ -49,7 +49,7 @@ class Prompt:
 
     text: all that the model reads, a forced opener included.
     answers: the admitted continuations, opener + gold for each admitted opener; just the gold where the opener is forced.
-        Empty where only the generated text counts (summaries).
+        Empty where only the generated text counts (summaries), and where the gold is blank: any output begins with that.
     gold: the bare answer, for metrics on text.
     example: a stable id (hash of the example's content), the same at every slot, so that results can be paired.
     position, slot, num_items: where the fact stands: in percent, 0-based, and of how many.
@@ -57,6 +57,7 @@ class Prompt:
     options: the continuations to choose among, for tasks decided by options.
     cut, was_cut: how the benchmark shortens this prompt, and whether `fit` did.
     details: what a record should say of this prompt (the subject, which distractors).
+    faults: why its score says nothing, of `lpes_jax.tasks.leaks.FAULTS`.
     """
 
     text: str
@@ -71,6 +72,7 @@ class Prompt:
     cut: Cut | None = None
     was_cut: bool = False
     details: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    faults: tuple[str, ...] = ()
 
     @property
     def references(self) -> tuple[str, ...]:
@@ -181,10 +183,25 @@ class Fitted(NamedTuple):
     num_cut: int
 
 
+def check_positions(positions: Sequence[int], flag: str = "--positions") -> None:
+    """Raise UserError for positions in percent that cannot be measured: none, one beyond 0 to 100, one named twice."""
+    if not positions:
+        raise UserError(f"{flag}: give at least one position, in percent")
+    if outside := [position for position in positions if not 0 <= position <= 100]:
+        raise UserError(f"{flag}: {outside[0]} is not a percentage; positions go from 0 (begin) to 100 (end)")
+    check_once(positions, flag)
+
+
+def check_once(values: Sequence[Any], flag: str) -> None:
+    """Raise UserError for a value that stands in a flag's list twice: results go by these values."""
+    for at, value in enumerate(values):
+        if value in values[:at]:
+            raise UserError(f"{flag} {' '.join(map(str, values))}: {value} stands there twice; give it once")
+
+
 def slot(position: int, num_items: int) -> int:
     """The 0-based slot of a position in percent: floor(position / 100 * (num_items - 1)), in integers."""
-    if not 0 <= position <= 100:
-        raise UserError(f"--positions: {position} is not a percentage; positions go from 0 (begin) to 100 (end)")
+    check_positions([position])
     return position * (num_items - 1) // 100
 
 
@@ -295,6 +312,16 @@ def _num_tokens(tokenizer: Tokenizer, texts: list[str]) -> list[int]:
 def option_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
     """Each prompt once for each of its options, with that option as its only answer: what a scorer reads of such a task."""
     return [replace(prompt, answers=(option,)) for prompt in prompts for option in prompt.options]
+
+
+def short_answers(prompts: Sequence[Prompt]) -> bool:
+    """Whether the prompts have answers that an output can begin with. Raises UserError where some have and some have not."""
+    lacking = {prompt.example for prompt in prompts if not prompt.answers}
+    if lacking and any(prompt.answers for prompt in prompts):
+        raise UserError(
+            f"{len(lacking)} questions have a blank gold answer, which any output begins with; leave them out with --drop-leaky"
+        )
+    return not lacking
 
 
 def continuation(text: str, answer: str) -> str:

@@ -11,14 +11,17 @@ of prompt, 512 to generate (upstream 1,024).
 Documents, with all that is asked about them, belong to `search` (40 %) or `test` (60 %) by a hash; `all` is the whole split.
 """
 
+import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from lpes_jax.errors import UserError
+from lpes_jax.limits import check_bounds
 from lpes_jax.tasks.data import content_id, json_rows, need_file, split_of, take
-from lpes_jax.tasks.metrics import ROUGE, choice, concordance, exponential_similarity, f1, percentage, rouge
+from lpes_jax.tasks.metrics import ROUGE, choice, concordance, exponential_similarity, f1, percentage, rouge, says_nothing
 from lpes_jax.tasks.prompts import Cut, Generated, Prompt, Split, Unmoved, continuation
 from lpes_jax.tasks.prompts import position as position_of
 
@@ -67,6 +70,7 @@ class ZeroScrolls(Unmoved, Generated):
     name: ClassVar[str] = "zero_scrolls"
 
     def __post_init__(self):
+        check_bounds(self)
         if self.subset not in METRICS:
             raise UserError(f"--subset {self.subset!r} is not of ZeroSCROLLS; its tasks here are: {', '.join(METRICS)}")
         need_file(self.data, SOURCE)
@@ -85,7 +89,9 @@ class ZeroScrolls(Unmoved, Generated):
     def prompt(self, example: Example, slot: int, position: int | None = None) -> Prompt:
         """The example's own prompt; there is only slot 0."""
         own_position = position_of(slot, 1)
-        answers = () if METRICS[self.subset] == "rouge" else example.references
+        metric = METRICS[self.subset]
+        answers = () if metric == "rouge" else [answer for answer in example.references if answer.strip()]
+        empty = metric in ("rouge", "f1") and all(says_nothing(answer, metric) for answer in example.references)
         return Prompt(
             text=example.text,
             answers=tuple(dict.fromkeys(continuation(example.text, answer) for answer in answers)),
@@ -97,6 +103,7 @@ class ZeroScrolls(Unmoved, Generated):
             golds=example.references,
             cut=example.cut,
             details={"id": example.id, "subset": self.subset},
+            faults=("gold_empty",) * empty,
         )
 
     def score(self, output: str, prompt: Prompt) -> dict[str, float]:
@@ -140,8 +147,10 @@ class ZeroScrolls(Unmoved, Generated):
         metric = METRICS[self.subset]
         if metric == "accuracy" and choice(output) is None:
             raise UserError(f"{where}: the output {output!r} names no letter from A to D; is this a file of {self.subset}?")
-        if metric == "exponential_similarity" and percentage(output) is None:
+        if metric == "exponential_similarity" and not math.isfinite(math.inf if (it := percentage(output)) is None else it):
             raise UserError(f"{where}: the output {output!r} is no percentage; is this a file of {self.subset}?")
+        if metric == "concordance" and not re.search(r"\d", output):
+            raise UserError(f"{where}: the output {output!r} has no numbers to sort; is this a file of {self.subset}?")
         return Example(id, text, (output,), Cut(start, end, separator))
 
 

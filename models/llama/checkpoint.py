@@ -14,6 +14,7 @@ Folders and GGUF files meet in `Checkpoint`: a `LlamaConfig` and tensors under t
 import hashlib
 import json
 import os
+import sys
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -77,6 +78,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 _SAFETENSORS_DTYPES = ("BF16", "F16", "F32", "F64")
 _ROWS = 64
 _READERS = min(8, os.cpu_count() or 1)  # threads that read, dequantise and copy tensors, each with one in memory
+_MOST_HEADER_BYTES = 100_000_000  # the library's own limit
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -158,6 +160,7 @@ class SafetensorsCheckpoint(Checkpoint):
         return sorted(set(self._files.values()))
 
     def _scan(self, path: Path) -> set[str]:
+        _check_length(path)
         with _open_safetensors(path) as file:
             names = set(file.keys())
             if twice := sorted(names & self._files.keys()):
@@ -225,7 +228,12 @@ def load_llama(checkpoint: Checkpoint, dtype: DTypeLike, mesh: Mesh | None = Non
         check_model_axis(mesh, checkpoint.config.num_kv_heads, checkpoint.config.intermediate_size)
     graphdef, leaves = _leaves(checkpoint.config, dtype)
     _check_tensors(checkpoint, leaves)
-    if checkpoint.config.tie_word_embeddings and _HEAD in checkpoint.names() and not _head_is_embedding(checkpoint):
+    if checkpoint.config.tie_word_embeddings and not is_tied(checkpoint):
+        print(
+            f"note: {checkpoint.path}: {_HEAD} differs from the embedding, though the config ties them; taking {_HEAD}, as "
+            "transformers 5 does (4 takes the embedding)",
+            file=sys.stderr,
+        )
         graphdef, leaves = _leaves(replace(checkpoint.config, tie_word_embeddings=False), dtype)
     loaded = [(path, leaf.replace(_read_leaf(checkpoint, path, leaf.shape, dtype, mesh))) for path, leaf in leaves]
     return nnx.merge(graphdef, nnx.from_flat_state(loaded))
@@ -276,8 +284,13 @@ def _check_tensors(checkpoint: Checkpoint, leaves: Iterable[tuple[tuple[Any, ...
         raise UserError(f"{checkpoint.path}: the tensors do not fit the model: {'; '.join(found)}")
 
 
-def _head_is_embedding(checkpoint: Checkpoint) -> bool:
-    """Of a tied model that stores a head all the same. Where it differs, transformers goes by the file, not by the config."""
+def is_tied(checkpoint: Checkpoint) -> bool:
+    """Whether the head is the embedding: the config says so, and no other head is in the files.
+
+    Where one is, transformers 5 goes by the files, as we do; transformers 4 goes by the config.
+    """
+    if not checkpoint.config.tie_word_embeddings or _HEAD not in checkpoint.names():
+        return checkpoint.config.tie_word_embeddings
     return bool(np.array_equal(checkpoint.read(_HEAD), checkpoint.read(_EMBEDDING)))
 
 
@@ -324,12 +337,40 @@ def _read_leaf(
 
 
 def _open_safetensors(path: Path) -> safe_open:
-    if path.stat().st_size == 0:
-        raise UserError(f"{path}: the file is empty; fetch it again")
     try:
         return safe_open(path, framework="numpy")
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path}: truncated or not a safetensors file ({error}); fetch it again") from error
+
+
+def _check_length(path: Path) -> None:
+    """Raise UserError, with both sizes, for a file that is not as long as its header says.
+
+    The header is its length in bytes (a uint64) and then JSON, with where each tensor begins and ends behind the header.
+    """
+    size = path.stat().st_size
+    if size == 0:
+        raise UserError(f"{path}: the file is empty; fetch it again")
+    with open(path, "rb") as file:
+        begin = file.read(8)
+        header = int.from_bytes(begin, "little")
+        if begin == b"version ":
+            raise UserError(f"{path}: a pointer of Git LFS, {size:,} bytes, not the weights; fetch them (git lfs pull)")
+        if size < 8 or header > _MOST_HEADER_BYTES:
+            return  # not of this format at all, which the library says
+        declared = 8 + header
+        if declared <= size:
+            try:
+                entries = json.loads(file.read(header))
+                declared += max(entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__")
+            except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+                return  # damaged elsewhere, which the library says
+    if declared > size:
+        raise UserError(f"{path}: {size:,} bytes, but its header declares {declared:,}; it is truncated, fetch it again")
+    if declared < size:
+        raise UserError(
+            f"{path}: {size:,} bytes, but its header declares {declared:,}: {size - declared:,} too many; fetch it again"
+        )
 
 
 def _read_json(path: Path) -> dict[str, Any]:

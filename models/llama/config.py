@@ -9,10 +9,12 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from lpes_jax.errors import UserError
+from lpes_jax.factors import LayerFactors
 from lpes_jax.rope import Granularity, RopeParameters, RopeTable, rope_table
 
 # Each family: its class in transformers, and what that takes for keys that a config leaves out.
@@ -133,13 +135,24 @@ class LlamaConfig:
         return windows
 
     def rope_table(
-        self, length: int, factors: Float[Array, "..."] | None = None, granularity: Granularity = "layer"
+        self,
+        length: int,
+        factors: LayerFactors | Float[Array, "..."] | None = None,
+        granularity: Granularity = "layer",
+        gains: Float[Array, "..."] | None = None,
+        gains_granularity: Granularity = "layer",
     ) -> RopeTable:
-        """The RoPE of every layer, divided by `factors` (see `lpes_jax.rope`).
+        """The RoPE of every layer, divided by `factors` and with `gains` (see `lpes_jax.rope`).
 
-        `length` is that of the longest text of the call, prompt and answer together: `dynamic` and `longrope` go by it.
+        `factors` may be LayerFactors, which have their own gains and granularities. `length` is that of the longest text of
+        the call, prompt and answer together: `dynamic` and `longrope` go by it.
         """
-        return rope_table(self.rope, self.head_dim, self.num_layers, factors, granularity, length, self.nope_layers)
+        if isinstance(factors, LayerFactors):
+            found, granularity, gains_granularity = factors, factors.granularity, factors.gains_granularity or "layer"
+            factors = jnp.asarray(found.factors, jnp.float32)
+            gains = None if found.gains is None else jnp.asarray(found.gains, jnp.float32)
+        shape = self.rope, self.head_dim, self.num_layers
+        return rope_table(*shape, factors, granularity, length, self.nope_layers, gains, gains_granularity)
 
     @classmethod
     def from_hf(cls, config: dict, where: str = "config.json") -> "LlamaConfig":

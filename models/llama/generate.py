@@ -31,7 +31,7 @@ from lpes_jax.models.llama.model import (
     rms_norm,
     rotated,
 )
-from lpes_jax.rope import RopeTable
+from lpes_jax.rope import RopeTable, apply_gains
 
 
 def greedy(
@@ -153,7 +153,7 @@ def _go_on(
                 q, k = rotated(q, k, row, at[:, None])
             cache = layer_keys.at[rows, at].set(k[:, 0]), layer_values.at[rows, at].set(v[:, 0])
             if attention is not None:
-                return attention.decode(row, state, q, *cache, at), cache
+                return attention.decode(row, state, apply_gains(q, row.gains), *cache, at), cache
             return cached_attention(q, *cache, at + 1, window), cache
 
         return decoder_layer(model.config, weights, x, attend, channel=channel_of(row))

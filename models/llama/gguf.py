@@ -29,6 +29,12 @@ _SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 
 _STRING, _ARRAY = 8, 9
 # Far above any real file (262,144 tokens with 580,604 merges; 1,200 tensors): they bound what a damaged file can cost.
 _MAX_ELEMENTS, _MAX_ENTRIES, _MAX_STRING_BYTES = 3 * 2**19, 2**16, 2**24
+# Types that llama.cpp had for a while, and the type of the file to take instead. Q4_2 and Q4_3 left in 2023; the others,
+# layouts for one kind of CPU, in 2024: it now makes these layouts itself as it loads the plain type.
+_REMOVED = {
+    4: ("Q4_2", "Q4_0"), 5: ("Q4_3", "Q4_1"), 31: ("Q4_0_4_4", "Q4_0"), 32: ("Q4_0_4_8", "Q4_0"), 33: ("Q4_0_8_8", "Q4_0"),
+    36: ("IQ4_NL_4_4", "IQ4_NL"), 37: ("IQ4_NL_4_8", "IQ4_NL"), 38: ("IQ4_NL_8_8", "IQ4_NL"),
+}  # fmt: skip
 _CHUNK_BYTES = 2**17  # unpacked at once: its temporaries are many times as large, and should stay in the cache
 
 ALL = slice(None)
@@ -143,6 +149,11 @@ class _Header:
         tensors = {}
         for name, (shape, kind, offset) in declared.items():
             what = f"{self.path}: tensor {name!r}"
+            if kind in _REMOVED:
+                removed, instead = _REMOVED[kind]
+                raise UserError(
+                    f"{what} has type {removed} ({kind}), which llama.cpp removed; fetch the model's {instead} file instead"
+                )
             if kind not in GGMLQuantizationType._value2member_map_:
                 raise UserError(f"{what} has the unknown type {kind}; a newer `gguf` package may know it (pip install -U gguf)")
             kind = GGMLQuantizationType(kind)

@@ -6,7 +6,7 @@
 
 Architectures: those that llama.cpp's converter writes for Llama, Mistral and their kin (`llama`), Qwen2 and Qwen2.5 (`qwen2`),
 Qwen3 (`qwen3`) and Phi-3 (`phi3`, its query-key-value and gate-up matrices fused as in Hugging Face). A key that changes the
-computation and has no counterpart there is refused by name.
+computation and has no counterpart there is refused by name; `KEYS` says what becomes of each.
 """
 
 import re
@@ -49,14 +49,50 @@ _FUSED_NAMES = {
     "model.layers.{}.mlp.gate_up_proj.weight": "blk.{}.ffn_up.weight",
 }
 
-# Keys (below the architecture's name) that change the computation, with the value that this port implements.
-_IMPLEMENTED = {
-    "expert_count": 0, "expert_used_count": 0, "attention.causal": True, "attention.sliding_window": 0,
-    "attention.clamp_kqv": 0.0, "attention.max_alibi_bias": 0.0, "attention.scale": 0.0, "attention.output_scale": 0.0,
-    "attention.temperature_scale": 0.0, "attn_logit_softcapping": 0.0, "final_logit_softcapping": 0.0, "logit_scale": 0.0,
-    "residual_scale": 0.0, "embedding_scale": 0.0, "use_parallel_residual": False, "rope.dimension_sections": None,
-    "rope.scaling.alpha": 0.0, "rope.scaling.yarn_log_multiplier": 0.0, "rope.scaling.attn_factor": 1.0,
+# What becomes of each key below the architecture's name (`llama.` and so on). _READ: it means what llama.cpp means by it. A
+# string: it is ignored, and why that changes nothing. A tuple: these values change nothing, any other is refused. A key that
+# is not here is refused too, unless it is 0, false or empty. Keys outside: `tokenizer.*` are tokenizer.py's, `split.*` and
+# `general.alignment` gguf.py's, `general.architecture` and `general.type` are read here; the rest of `general.*`, and what
+# tools write under names of their own, says nothing about the computation.
+_READ = None
+_LABEL, _OF_EXPERTS, _OF_WINDOWS = "a label", (0, 0.0, False), (0, False, ())
+KEYS: dict[str, None | str | tuple[Any, ...]] = {
+    "context_length": _READ, "embedding_length": _READ, "embedding_length_out": _READ, "block_count": _READ,
+    "feed_forward_length": _READ, "attention.head_count": _READ, "attention.head_count_kv": _READ,
+    "attention.key_length": _READ, "attention.value_length": _READ, "attention.layer_norm_rms_epsilon": _READ,
+    "rope.dimension_count": _READ, "rope.freq_base": _READ,
+    "rope.scaling.type": _READ,  # without it a factor is linear
+    "rope.scaling.factor": _READ, "rope.scale_linear": _READ,  # the second is its older name
+    "rope.scaling.original_context_length": _READ,
+    "rope.scaling.attn_factor": _READ,  # what cos and sin are multiplied by (longrope and rope_freqs.weight; elsewhere only 1)
+    "rope.scaling.yarn_ext_factor": _READ,  # only 1, or below 0, which is "not set"
+    "rope.scaling.yarn_beta_fast": _READ, "rope.scaling.yarn_beta_slow": _READ,
+    "attention.sliding_window": _OF_WINDOWS,  # of phi3 it is read
+
+    # llama.cpp reads it for other architectures only, and there works out the factor anew: 1 + 0.1 ln(factor). The converter
+    # writes `attn_factor` of a config.json here, which transformers does not read either.
+    "rope.scaling.yarn_attn_factor": "llama.cpp takes 1 + 0.1 ln(factor) whatever stands here",
+    "rope.scaling.finetuned": "it says how the model was trained",
+    "vocab_size": "token_embd.weight has a row for each token", "tensor_data_layout": _LABEL, "pooling_type": "for embeddings",
+    "attention.layer_norm_epsilon": "the norms are RMS norms", "classifier.output_labels": _LABEL,
+
+    "attention.causal": (True,), "use_parallel_residual": (False,), "rope.dimension_sections": ((),), "swin_norm": (False,),
+    "attention.scale": (0.0,), "attention.output_scale": (0.0, 1.0), "logit_scale": (0.0, 1.0), "residual_scale": (0.0, 1.0),
+    "embedding_scale": (0.0, 1.0), "attention.clamp_kqv": (0.0,), "attention.max_alibi_bias": (0.0,),
+    "attention.temperature_scale": (0.0,), "attention.temperature_length": (0,), "attn_logit_softcapping": (0.0,),
+    "final_logit_softcapping": (0.0,), "router_logit_softcapping": (0.0,), "rope.scaling.alpha": (0.0,),
+    "rope.scaling.yarn_log_multiplier": (0.0,), "attention.sliding_window_pattern": _OF_WINDOWS,
+    "rope.freq_base_swa": (0.0,), "rope.dimension_count_swa": (0,), "attention.key_length_swa": (0,),
+    "attention.value_length_swa": (0,), "attention.key_length_mla": (0,), "attention.value_length_mla": (0,),
+    "attention.q_lora_rank": (0,), "attention.kv_lora_rank": (0,), "attention.shared_kv_layers": (0,),
+    "nextn_predict_layers": (0,), "leading_dense_block_count": (0,), "full_attention_interval": (0,),
+    "interleave_moe_layer_step": (0,), "moe_every_n_layers": (0,),
+    "expert_count": _OF_EXPERTS, "expert_used_count": _OF_EXPERTS,
+    "expert_shared_count": _OF_EXPERTS, "expert_group_count": _OF_EXPERTS, "expert_group_used_count": _OF_EXPERTS,
+    "expert_feed_forward_length": _OF_EXPERTS, "expert_shared_feed_forward_length": _OF_EXPERTS,
+    "expert_weights_scale": _OF_EXPERTS, "expert_weights_norm": _OF_EXPERTS, "expert_gating_func": _OF_EXPERTS,
 }  # fmt: skip
+_FOR_EACH_LAYER = ("feed_forward_length", "attention.head_count", "attention.head_count_kv")  # one number, or one a layer
 # Tensors that are no weights: RoPE frequencies are divided by them, one divisor a frequency.
 _ROPE_DIVISORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
@@ -65,12 +101,7 @@ def hf_config(gguf: GgufFile) -> dict[str, Any]:
     """The config.json of the same model in Hugging Face layout. Raises UserError for what has none, naming the key."""
     where, metadata = gguf.path, gguf.metadata
     architecture = _architecture(gguf)
-    for key, implemented in _IMPLEMENTED.items():
-        # Phi-3 has a window, and the attention factor of its longrope.
-        if architecture == "phi3" and key in ("attention.sliding_window", "rope.scaling.attn_factor"):
-            continue
-        if (value := metadata.get(f"{architecture}.{key}", implemented)) != implemented:
-            raise UserError(f"{where}: {architecture}.{key}={value!r:.60} is not supported (only {implemented!r})")
+    _check_keys(gguf, architecture)
     if "token_embd.weight" not in gguf.tensors:
         raise UserError(f"{where}: tensor token_embd.weight is missing; is this a whole model?")
 
@@ -78,6 +109,8 @@ def hf_config(gguf: GgufFile) -> dict[str, Any]:
         value = metadata.get(f"{architecture}.{key}", default)
         if value is None:
             raise UserError(f"{where}: metadata key {architecture}.{key} is missing; convert the model again")
+        if key in _FOR_EACH_LAYER and isinstance(value, list) and len(value) == metadata.get(f"{architecture}.block_count"):
+            value = value[0] if value.count(value[0]) == len(value) else value
         if isinstance(value, bool) or not isinstance(value, (int, kind)):
             raise UserError(f"{where}: {architecture}.{key} must be one number for all layers, got {value!r:.60}")
         if kind is int:
@@ -94,6 +127,8 @@ def hf_config(gguf: GgufFile) -> dict[str, Any]:
             f"{where}: {architecture}.attention.value_length={number('attention.value_length')} is not supported "
             f"(only the head size, {head_dim})"
         )
+    if number("embedding_length_out", default=hidden) != hidden:
+        raise UserError(f"{where}: {architecture}.embedding_length_out is not supported (only embedding_length, {hidden})")
     config = {
         "model_type": architecture,
         "hidden_act": "silu",
@@ -161,7 +196,29 @@ def unpermute(weights: Float[np.ndarray, "rows *E"], num_heads: int) -> Float[np
     return weights.reshape(num_heads, rows // num_heads // 2, 2, *width).swapaxes(1, 2).reshape(rows, *width)
 
 
+def _check_keys(gguf: GgufFile, architecture: str) -> None:
+    """Raise UserError for a key that changes the computation and is not implemented (see `KEYS`)."""
+    for name, value in gguf.metadata.items():
+        if not name.startswith(f"{architecture}."):
+            continue
+        key = name.removeprefix(f"{architecture}.")
+        fate = _READ if (architecture, key) == ("phi3", "attention.sliding_window") else KEYS.get(key, ())
+        if fate is _READ or isinstance(fate, str):
+            continue
+        plain = tuple(value) if isinstance(value, list) else value
+        if plain in fate or (key not in KEYS and not (any(plain) if isinstance(plain, tuple) else plain)):
+            continue
+        if key in KEYS:
+            raise UserError(f"{gguf.path}: {name}={value!r:.60} is not supported (only {fate[0]!r})")
+        raise UserError(
+            f"{gguf.path}: {name}={value!r:.60} is not known here and may change the computation; if it does not, remove it "
+            f"(gguf-new-metadata --remove-metadata {name} IN OUT)"
+        )
+
+
 def _architecture(gguf: GgufFile) -> str:
+    if (kind := gguf.metadata.get("general.type", "model")) != "model":
+        raise UserError(f"{gguf.path}: general.type is {kind!r:.60}; give the .gguf file of the model itself")
     architecture = gguf.metadata.get("general.architecture")
     if architecture not in SUPPORTED_ARCHITECTURES:
         supported = ", ".join(SUPPORTED_ARCHITECTURES)
@@ -193,29 +250,33 @@ def _rope(gguf: GgufFile, number: Callable[..., Any], head_dim: int) -> dict[str
         )
     context = number("context_length", default=2048)
     original = number("rope.scaling.original_context_length", default=context)
+    factor_key = "rope.scaling.factor"
+    if f"{architecture}.{factor_key}" not in gguf.metadata:
+        factor_key = "rope.scale_linear"
+    factor = 0.0 if kind == "none" else number(factor_key, float, 0.0)
+    if factor < 0:
+        raise UserError(f"{where}: {architecture}.{factor_key} must be above 0, got {factor}")
+    attention_factor = number("rope.scaling.attn_factor", float, 1.0)
     if divisors := [name for name in _ROPE_DIVISORS if name in gguf.tensors]:
         if kind not in (None, "none", "longrope"):
             raise UserError(f"{where}: tensor {divisors[0]} together with rope.scaling.type {kind!r} is not supported")
+        if factor not in (0.0, 1.0):
+            raise UserError(f"{where}: tensor {divisors[0]} together with {factor_key} {factor} is not supported")
         if "rope_freqs.weight" in divisors:
             # Llama 3's rule, already worked out by the converter: a longrope whose two lists are the same.
             short = long = _divisors(gguf, "rope_freqs.weight", rotated)
-            return rope | _longrope(short, long, context, 1.0)
+            return rope | _longrope(short, long, context, attention_factor)
         for name in _ROPE_DIVISORS[1:]:
             if name not in divisors:
                 raise UserError(f"{where}: tensor {name} is missing beside {divisors[0]}; convert the model again")
         short, long = (_divisors(gguf, f"rope_factors_{length}.weight", rotated) for length in ("short", "long"))
-        attention = f"{architecture}.rope.scaling.attn_factor" in gguf.metadata
-        factor = number("rope.scaling.attn_factor", float) if attention else None
-        return rope | _longrope(short, long, original, factor)
+        return rope | _longrope(short, long, original, attention_factor)
     if kind == "longrope":
         raise UserError(f"{where}: tensor rope_factors_long.weight is missing; convert the model again")
-
-    # As llama.cpp reads them: a factor without a type is linear (`scale_linear` is its older name), a type without one is 1.
-    factor = number("rope.scaling.factor", float, 0.0) or number("rope.scale_linear", float, 0.0)
-    if kind == "none" or factor in (0.0, 1.0):
+    if attention_factor != 1:
+        raise UserError(f"{where}: {architecture}.rope.scaling.attn_factor={attention_factor} is not supported (only 1.0)")
+    if factor in (0.0, 1.0):
         return rope
-    if not factor > 0:
-        raise UserError(f"{where}: {architecture}.rope.scaling.factor must be above 0, got {factor}")
     rope |= {"rope_type": kind or "linear", "factor": factor}
     if kind == "yarn":
         extrapolation = number("rope.scaling.yarn_ext_factor", float, 1.0)
@@ -223,16 +284,17 @@ def _rope(gguf: GgufFile, number: Callable[..., Any], head_dim: int) -> dict[str
             key = f"{architecture}.rope.scaling.yarn_ext_factor"
             raise UserError(f"{where}: {key}={extrapolation} is not supported (only 1.0)")
         rope["original_max_position_embeddings"] = original
-        names = {"yarn_attn_factor": "attention_factor", "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
-        for key, name in names.items():
-            if f"{architecture}.rope.scaling.{key}" in gguf.metadata:
-                rope[name] = number(f"rope.scaling.{key}", float)
+        for name in ("beta_fast", "beta_slow"):
+            if f"{architecture}.rope.scaling.yarn_{name}" in gguf.metadata:
+                rope[name] = number(f"rope.scaling.yarn_{name}", float)
     return rope
 
 
-def _longrope(short: list[float], long: list[float], original: int, attention_factor: float | None) -> dict[str, Any]:
-    rope = {"rope_type": "longrope", "short_factor": short, "long_factor": long, "original_max_position_embeddings": original}
-    return rope if attention_factor is None else rope | {"attention_factor": attention_factor}
+def _longrope(short: list[float], long: list[float], original: int, attention_factor: float) -> dict[str, Any]:
+    return {
+        "rope_type": "longrope", "short_factor": short, "long_factor": long, "original_max_position_embeddings": original,
+        "attention_factor": attention_factor,
+    }  # fmt: skip
 
 
 def _divisors(gguf: GgufFile, name: str, rotated: int) -> list[float]:

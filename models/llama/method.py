@@ -7,8 +7,9 @@ A `Method` is data for `hidden_states`, `prefill` and `greedy`, like a table:
     replacement  what rotates and attends in place of the model's own attention (Ms-PoE, MoICE, Self-Extend), or the channel of
                  the hidden states that queries and keys see scaled; None: neither
 
-An `Attention` gets queries and keys before rotation, and rotates as it likes. The cache then holds keys before rotation; entry
-s of a row is its position s. What it knows of a prompt and needs again for every new token is its state.
+An `Attention` gets queries and keys before rotation, and rotates as it likes; the queries have the table's gains already. The
+cache then holds keys before rotation; entry s of a row is its position s. What it knows of a prompt and needs again for every
+new token is its state.
 
 Letters: n tables, B batch, T queries, S keys, H heads, K key-value heads, D head dim, L layers, G = 1 or K, V vocabulary.
 """
@@ -31,6 +32,7 @@ class Layer(NamedTuple):
     number: Int[Array, ""]
     inv_freq: Float[Array, "G half"]
     attention_scaling: Float[Array, ""]
+    gains: Float[Array, "H half"]
     parameters: Any
 
 
@@ -86,7 +88,7 @@ class Replacement:
 
 @dataclass(frozen=True)
 class Method:
-    """See above. `tables`: `inv_freq` `[n, L, G, half]`, `attention_scaling` `[n]`. `passes`: forward passes a token."""
+    """See above. `tables`: with an axis n in front of every leaf. `passes`: forward passes a token."""
 
     tables: RopeTable
     replacement: Replacement | None = None

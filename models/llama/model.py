@@ -24,7 +24,7 @@ from lpes_jax.errors import UserError
 from lpes_jax.models.llama.attention import cached_attention, causal_attention
 from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.method import Channel, Layer, Method, Replacement
-from lpes_jax.rope import RopeTable, cos_sin, rotate
+from lpes_jax.rope import RopeTable, apply_gains, cos_sin, rotate
 
 KeyValues = tuple[Float[Array, "*layers B T K D"], Float[Array, "*layers B T K D"]]
 Scaled = Callable[[], tuple[Float[Array, "B T H D"], Float[Array, "B T K D"]]]
@@ -159,7 +159,7 @@ def _layers_of_a_prompt(
 
         def attend(q: Array, k: Array, v: Array, scaled: Scaled | None = None) -> tuple[Array, tuple[KeyValues, Any]]:
             if replacement is not None and replacement.attention is not None:
-                out, state = replacement.attention.prefill(row, q, k, v, known)
+                out, state = replacement.attention.prefill(row, apply_gains(q, row.gains), k, v, known)
                 return out, ((k, v), state)
             q, k = rotated(q, k, row, positions)
             if slides.all() or not slides.any():  # nothing to choose: no branch in the program
@@ -207,17 +207,16 @@ def channel_of(row: Layer) -> Channel | None:
 
 def layer_rows(config: LlamaConfig, table: RopeTable, replacement: Replacement | None = None) -> Layer:
     """What each layer is told, stacked for a scan."""
-    scaling = jnp.broadcast_to(table.attention_scaling, config.num_layers)
     parameters = None if replacement is None else replacement.parameters
-    return Layer(jnp.arange(config.num_layers), table.inv_freq, scaling, parameters)
+    return Layer(jnp.arange(config.num_layers), table.inv_freq, table.layer_scaling, table.gains, parameters)
 
 
 def rotated(
     q: Float[Array, "B T H D"], k: Float[Array, "B T K D"], row: Layer, positions: Int[Array, "*batch T"]
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T K D"]]:
-    """Queries and keys at the same positions, rotated by the layer's row of the table."""
+    """Queries and keys at the same positions, rotated by the layer's row of the table, the queries with its gains."""
     cos, sin = cos_sin(row.inv_freq, row.attention_scaling, positions)
-    return rotate(q, cos, sin), rotate(k, cos, sin)
+    return rotate(q, cos * row.gains, sin * row.gains), rotate(k, cos, sin)
 
 
 def decoder_layer(

@@ -65,7 +65,7 @@ def states_read(
             k = rotate(k, cos, sin)
             if only is not None:
                 cos, sin = (jnp.take_along_axis(angles, only[:, :, None, None], axis=1) for angles in (cos, sin))
-            operands = rotate(q, cos, sin), k, v
+            operands = rotate(q, cos * row.gains, sin * row.gains), k, v
             if slides.all() or not slides.any():  # nothing to choose: no branch in the program
                 return _attention(trees, only, config.sliding_window if slides.all() else None, *operands), None
             windowed, whole = (partial(_attention, trees, only, window) for window in (config.sliding_window, None))

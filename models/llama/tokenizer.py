@@ -4,6 +4,19 @@
     ids = encode_text(tokenizer, "The capital of France is")
     ends = stop_ids(Path("model.gguf"), tokenizer)
 
+Where a folder has a tokenizer.json, its pipeline runs as it stands: normalizer, pre-tokenizer, model, decoder, and the flags of
+its added tokens. Only its truncation and padding are left out, which would cut prompts or fill them up. Neither the class that
+tokenizer_config.json names nor what is installed changes that. (The tokenizer classes of transformers 5 put pipelines of their
+own in its place.) The other files say the rest: which token is which, tokens that tokenizer.json lacks, chat templates, the
+padding side and the like.
+
+BOS before a prompt: the post-processor of tokenizer.json puts it or not. But where the folder's class has a default for it in
+`_CLASSES` (LlamaTokenizer and its kin), `add_bos_token` and `add_eos_token` of tokenizer_config.json win, and without them
+that default does. This is what transformers 4 does; its other classes (PreTrainedTokenizerFast, Qwen2Tokenizer, GPT2Tokenizer)
+ignore the two keys. A folder that names no class has the one of its model type. In folders that transformers 5 wrote, the
+post-processor wins, whatever the class: 5 works the two keys into it and drops them (`backend` in the config tells such
+folders).
+
 A GGUF file holds the vocabulary, and its merges or scores, but only a name for the rule that cuts text into words. The rules
 known here are in `_PRE_TOKENIZERS`; a wrong one gives other ids without any error, so every other name is refused. Where the
 model's tokenizer.json lies beside the .gguf file, it is taken instead.
@@ -57,6 +70,26 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # values of tokenizer.g
 # What ends a text by its name, as in llama.cpp: a GGUF file has no list of them, and one eos_token_id.
 _ENDS = ("</s>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>")
 _FOLDER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+# Tokenizer classes of transformers 4: what they take where tokenizer_config.json leaves it out, and whether BOS is put before a
+# text (None: their post-processor says so, and `add_bos_token` is ignored).
+_ENDOFTEXT = {"unk_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
+_LLAMA = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "padding_side": "left"}
+_CLASSES: dict[str, tuple[dict[str, str], bool | None]] = {
+    "LlamaTokenizer": (_LLAMA, True),
+    "CodeLlamaTokenizer": (_LLAMA, True),
+    "GemmaTokenizer": (_LLAMA | {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}, True),
+    "CohereTokenizer": (
+        _LLAMA | {"unk_token": "<UNK>", "bos_token": "<BOS_TOKEN>", "eos_token": "<|END_OF_TURN_TOKEN|>"},
+        True,
+    ),
+    "GPTNeoXTokenizer": (_ENDOFTEXT | {"bos_token": "<|endoftext|>"}, False),
+    "GPT2Tokenizer": (_ENDOFTEXT | {"bos_token": "<|endoftext|>"}, None),
+    "Qwen2Tokenizer": (_ENDOFTEXT | {"pad_token": "<|endoftext|>"}, None),
+}
+_CLASS_OF_MODEL_TYPE = {
+    "llama": "LlamaTokenizer", "mistral": "LlamaTokenizer", "phi3": "LlamaTokenizer", "qwen2": "Qwen2Tokenizer",
+    "qwen3": "Qwen2Tokenizer",
+}  # fmt: skip
 
 
 def load_tokenizer(path: Path) -> "transformers.PreTrainedTokenizerFast":
@@ -114,6 +147,14 @@ def _eos_ids(file: Path) -> set[int]:
     return set(ids)
 
 
+def own_tokenizer(folder: Path) -> Tokenizer:
+    """The pipeline of tokenizer.json as it stands, without truncation and padding."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
 def _from_folder(folder: Path) -> "transformers.PreTrainedTokenizerFast":
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -126,7 +167,12 @@ def _from_folder(folder: Path) -> "transformers.PreTrainedTokenizerFast":
             "AutoTokenizer.from_pretrained(folder).save_pretrained(folder), with sentencepiece installed"
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        if (folder / "tokenizer.json").exists():
+            tokenizer = _from_tokenizer_json(folder)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except UserError:
+        raise
     except Exception as error:  # anything: the files' content decides which class of which library fails
         raise UserError(f"{folder}: the tokenizer cannot be read ({_one_line(error)}); fetch its files again") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -134,6 +180,69 @@ def _from_folder(folder: Path) -> "transformers.PreTrainedTokenizerFast":
     if tokenizer.eos_token_id is not None and tokenizer.encode("a")[-1:] == [tokenizer.eos_token_id]:
         raise UserError(f"{folder}: the tokenizer ends every prompt; set add_eos_token to false in tokenizer_config.json")
     return tokenizer
+
+
+def _from_tokenizer_json(folder: Path) -> "transformers.PreTrainedTokenizerFast":
+    """tokenizer.json with the settings of the files beside it (see the top of this file)."""
+    from transformers import PreTrainedTokenizerFast
+
+    own = own_tokenizer(folder)
+    config, names, model = (
+        _json_object(folder / file) for file in ("tokenizer_config.json", "special_tokens_map.json", "config.json")
+    )
+    kind = config.get("tokenizer_class") or model.get("tokenizer_class")
+    kind = str(kind or _CLASS_OF_MODEL_TYPE.get(str(model.get("model_type")))).removesuffix("Fast")
+    defaults, adds_bos = _CLASSES.get(kind, ({}, None))
+    defaults = {key: value for key, value in defaults.items() if key not in config and key not in names}
+    defaults = {key: value for key, value in defaults.items() if key == "padding_side" or own.token_to_id(value) is not None}
+    # transformers reads the settings around an empty tokenizer: nothing in them changes the pipeline.
+    empty = Tokenizer(models.BPE())
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, tokenizer_object=empty, **defaults)
+    for token in added_by_settings(own, tokenizer):
+        own.add_tokens([token])
+    if adds_bos is not None and "backend" not in config:
+        bos = tokenizer.bos_token if config.get("add_bos_token", adds_bos) else None
+        eos = tokenizer.eos_token if config.get("add_eos_token", False) else None
+        if bos is not None or not config.get("add_bos_token", adds_bos):
+            own.post_processor = _template(own, bos, eos)
+    tokenizer._tokenizer = own
+    return tokenizer
+
+
+def added_by_settings(own: Tokenizer, tokenizer: "transformers.PreTrainedTokenizerFast") -> list[AddedToken]:
+    """The added tokens of `tokenizer` that `own`, the pipeline of tokenizer.json, lacks or has as not special, by their ids.
+
+    Those that it has keep its rules on the spaces around them, and on normalisation.
+    """
+    has = {token.content: token for token in own.get_added_tokens_decoder().values()}
+    tokens = []
+    for _, token in sorted(tokenizer.added_tokens_decoder.items()):
+        if (there := has.get(token.content)) is None:
+            tokens.append(token)
+        elif token.special and not there.special:
+            flags = {flag: getattr(there, flag) for flag in ("single_word", "lstrip", "rstrip", "normalized")}
+            tokens.append(AddedToken(token.content, special=True, **flags))
+    return tokens
+
+
+def _template(own: Tokenizer, bos: str | None, eos: str | None) -> processors.TemplateProcessing:
+    """What puts `bos` before each text and `eos` behind it."""
+    special = [(token, index) for token in (bos, eos) if token is not None and (index := own.token_to_id(token)) is not None]
+
+    def around(text: str, part: int) -> str:
+        return " ".join(f"{token}:{part}" for token in (bos, text, eos) if token is not None)
+
+    return processors.TemplateProcessing(
+        single=around("$A", 0), pair=f"{around('$A', 0)} {around('$B', 1)}", special_tokens=special
+    )
+
+
+def _json_object(file: Path) -> dict[str, Any]:
+    """A JSON object; empty where there is no such file."""
+    content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    if not isinstance(content, dict):
+        raise UserError(f"{file}: must be a JSON object, got {type(content).__name__}; fetch it again")
+    return content
 
 
 def _from_gguf(gguf: GgufFile) -> "transformers.PreTrainedTokenizerFast":

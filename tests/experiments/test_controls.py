@@ -176,14 +176,20 @@ def test_a_whole_run_stops_goes_on_and_says_what_it_did(model_folder, tmp_path):
     with pytest.raises(UserError, match="was run with steps=1, not 2"):
         controls.main(replace(settings, steps=2))
 
+    words = tmp_path / "words.txt"
+    words.write_text("the boat went out and came back again. " * 30)
     deep = tmp_path / "deep.json"
     LayerFactors(np.linspace(1.0, 1.2, 10).reshape(5, 2), "layer_band").save(deep)
     moved = transfer.Settings(
         **shared, models=(str(model_folder),), output_path=tmp_path / "transfer",
-        factors=(f"own={settings.output_path}/rotary_2_seed0.factors.json", f"deep={deep}"),
+        factors=(f"own={settings.output_path}/rotary_2_seed0.factors.json", f"deep={deep}"), text=(words,),
+        text_window=(16, 32), text_limit=2,
     )  # fmt: skip
     transfer.main(moved)
-    own, resampled = json.loads((moved.output_path / "summary.json").read_text())["pairs"]
+    pairs = json.loads((moved.output_path / "summary.json").read_text())["pairs"]
+    own, (resampled, *texts) = pairs[0], pairs[len(pairs) // 2 :]
+    assert [text["target"] for text in texts] == ["plain text, words, windows of 16", "plain text, words, windows of 32"]
+    assert all(len(text["by_position"]) == transfer.QUARTERS and text["difference"] != 0 for text in texts)
     assert resampled["note"] == "resampled from 5 layers" and own["note"] == ""
     found = json.loads(cell.read_text())["targets"]["kv, 2 pairs"]["scores"]
     assert own["found"] == pytest.approx(np.mean(found))  # the saved factors are what was measured

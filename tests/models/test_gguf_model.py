@@ -83,9 +83,9 @@ def test_yarn(tmp_path):
     rope = hf_config(write(tmp_path / "m.gguf", "qwen2", **keys))["rope_parameters"]
     yarn = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0, "original_max_position_embeddings": 32}
     assert rope == yarn
-    keys |= {"rope__scaling__yarn_attn_factor": 0.8, "rope__scaling__yarn_beta_fast": 24.0}
+    keys |= {"rope__scaling__yarn_beta_slow": 2.0, "rope__scaling__yarn_beta_fast": 24.0}
     rope = hf_config(write(tmp_path / "m.gguf", "qwen2", **keys))["rope_parameters"]
-    assert rope == yarn | {"attention_factor": 0.8, "beta_fast": 24.0}
+    assert rope == yarn | {"beta_fast": 24.0, "beta_slow": 2.0}
 
 
 def test_longrope_of_phi3(tmp_path):

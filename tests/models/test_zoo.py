@@ -322,6 +322,74 @@ def test_a_hub_id_is_downloaded_without_pickles_and_kept_for_offline_use(hub, tm
     assert resolve_from("http://127.0.0.1:9", "org/name", tmp_path) == str(folder)
 
 
+def of_shards(*shards: str) -> str:
+    return json.dumps({"metadata": {}, "weight_map": {f"tensor {n}": shard for n, shard in enumerate(shards)}})
+
+
+SETTINGS = ["config.json", "generation_config.json", "merges.txt", "tokenizer.json", "tokenizer.model", "chat_template.jinja"]
+SHARDS = [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
+INDEX = "model.safetensors.index.json"
+NOT_FETCHED = [
+    "consolidated.safetensors", "metal/model.safetensors", "onnx/model.onnx", "onnx/config.json", "pytorch_model.bin",
+    "adapter_model.safetensors", "original/tokenizer.model", "original/params.json", "model.fp16.safetensors", "README.md",
+    "model.gguf",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "weights, index, wanted",
+    [
+        (["model.safetensors"], None, ["model.safetensors"]),
+        ([*SHARDS, INDEX], of_shards(*SHARDS, SHARDS[0]), [*SHARDS, INDEX]),
+        ([*SHARDS, "model-00001-of-00002.safetensors", INDEX], of_shards(*SHARDS), [*SHARDS, INDEX]),  # of another upload
+        (["model.safetensors", *SHARDS, INDEX], of_shards(*SHARDS), [*SHARDS, INDEX]),
+        (
+            ["a.safetensors", "b.safetensors", INDEX],
+            of_shards("a.safetensors", "b.safetensors"),
+            ["a.safetensors", "b.safetensors", INDEX],
+        ),
+        (["model.safetensors", *SHARDS], None, ["model.safetensors"]),
+    ],
+)
+def test_of_a_hub_model_the_files_are_fetched_that_its_index_names(weights, index, wanted):
+    templates = ["additional_chat_templates/rag.jinja"]
+    found = zoo.hub_files([*NOT_FETCHED, *weights, *SETTINGS, *templates], index)
+    assert found == sorted([*wanted, *SETTINGS, *templates])
+
+
+@pytest.mark.parametrize(
+    "weights, index, named",
+    [
+        (["consolidated.safetensors"], None, "no model.safetensors of it .of safetensors: consolidated.safetensors"),
+        (["metal/model.safetensors"], None, "no model.safetensors"),
+        (SHARDS, None, "no model.safetensors"),
+        (SHARDS[:2], of_shards(*SHARDS), f"no {SHARDS[2]} of it"),
+        (SHARDS, "[]", "has no weight_map"),
+        (SHARDS, '{"weight_map": 3}', "has no weight_map"),
+        (SHARDS, "not JSON", "has no weight_map"),
+    ],
+)
+def test_hub_models_whose_weights_are_not_there_are_refused(weights, index, named):
+    with pytest.raises(UserError, match=named):
+        zoo.hub_files([*weights, *SETTINGS], index)
+
+
+def test_a_hub_id_with_shards_is_downloaded_without_other_copies(hub, tmp_path, monkeypatch):
+    weights = {name: name.encode() for name in ("consolidated.safetensors", "metal/model.safetensors", *SHARDS)}
+    files = {"config.json": b"{}", INDEX: of_shards(*SHARDS).encode()} | weights
+    monkeypatch.setitem(Hub.repos, "org/shards", files)
+    monkeypatch.setitem(Hub.repos, "org/consolidated", {"config.json": b"{}", "consolidated.safetensors": b"weights"})
+    folder = Path(resolve_from(hub, "org/shards", tmp_path))
+    found = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+    assert found == {"config.json", INDEX, *SHARDS}
+    assert resolve_from("http://127.0.0.1:9", "org/shards", tmp_path) == str(folder)
+    said = resolve_from(hub, "org/consolidated", tmp_path)
+    assert (
+        said.startswith("error: 'org/consolidated' is no folder here, and the hub has no model.safetensors")
+        and "\n" not in said
+    )
+
+
 def test_hub_ids_that_do_not_exist_and_hubs_that_do_not_answer(hub, tmp_path):
     said = resolve_from(hub, "org/absent", tmp_path)
     assert said.startswith("error: 'org/absent' is no folder here, and the hub has no such model") and "\n" not in said

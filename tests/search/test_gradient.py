@@ -378,7 +378,7 @@ def test_spaces_start_from_factors_found_before(tiny_config, tmp_path):
         return search_space(settings, tiny_config, range(changes.pop("first", 0), 3))
 
     assert space().y.tolist() == [0.8, 1.25, 1.5]
-    assert space(max_factor=1.25).y.tolist() == [0.8, 1.25, 1.25]
+    assert space(max_factor=1.5).y.tolist() == [0.8, 1.25, 1.5]
     assert space(granularity="layer_band", bands=2).y.tolist() == [[0.8, 0.8], [1.25, 1.25], [1.5, 1.5]]
     bezier = space(curve="bezier", control_points=3)
     assert np.stack([bezier.x, bezier.y], axis=1).tolist() == points

@@ -100,19 +100,22 @@ def test_random_order_shuffles_the_distractors_by_the_seed(rows_file):
 
 
 @pytest.mark.parametrize(
-    "output, em, bounded, original",
+    "output, em, bounded, original, f1",
     [
-        (" Ann Lee.", 1, 1, 1),
-        ("\n\nAnn Lee", 1, 1, 0),  # the original cuts at the first line end, and then strips
-        ("It was\nAnn Lee", 0, 0, 0),
-        ("ann  lee wrote the book", 1, 1, 1),
-        ("Leeds", 1, 0, 1),  # "A. Lee" is "lee", and that is inside
-        ("", 0, 0, 0),
+        (" Ann Lee.", 1, 1, 1, 1),
+        ("\n\nAnn Lee", 1, 1, 0, 1),  # the original cuts at the first line end, and then strips
+        ("It was\nAnn Lee", 0, 0, 0, 0),
+        ("ann  lee wrote the book", 1, 1, 1, 2 / 3),
+        ("Leeds", 1, 0, 1, 0),  # "A. Lee" is "lee", and that is inside
+        ("Lee", 1, 1, 1, 1),
+        ("Ann", 0, 0, 0, 2 / 3),
+        ("", 0, 0, 0, 0),
     ],
 )
-def test_scores(three, output, em, bounded, original):
+def test_scores(three, output, em, bounded, original, f1):
     scores = three.score(output, three.prompt(THREE, 0))
-    assert scores == {"best_subspan_em": em, "best_subspan_em_bounded": bounded, "best_subspan_em_original": original}
+    substrings = {"best_subspan_em": em, "best_subspan_em_bounded": bounded, "best_subspan_em_original": original}
+    assert scores == substrings | {"f1": pytest.approx(f1)}
     assert tuple(scores) == three.metrics
 
 
@@ -132,6 +135,7 @@ def test_scoring_by_other_rules(rows_file):
         task = MultiDocumentQA(data, mode="oracle", **settings)
         assert task.score(output, task.prompt(star, 0))["best_subspan_em"] == right, (settings, output)
     assert task.score("anything", task.prompt(star, 0))["best_subspan_em_original"] == 1
+    assert task.score("x\nBeyoncé", task.prompt(star, 0))["f1"] == pytest.approx(2 / 3)  # both lines: first_line="all"
 
 
 def test_fewer_documents_than_the_file_has_are_gold_and_the_first_others(rows_file):

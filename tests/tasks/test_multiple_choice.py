@@ -131,7 +131,7 @@ def test_settings_that_cannot_be(mmlu, tmp_path):
         ({}, "--data is needed: a folder with dev/ and test/"),
         ({"data": mmlu / "dev"}, "no folder test/ in it; the files are those of hendrycks/test"),
         ({"data": mmlu, "subjects": ("law",)}, "has no law_test.csv; the subjects there are: anatomy, world_religions"),
-        ({"data": mmlu, "num_shots": -1}, "--num-shots must not be negative"),
+        ({"data": mmlu, "num_shots": -1}, "--num-shots must be at least 0, got -1"),
     ):
         with pytest.raises(UserError, match=message):
             make_task("mmlu", **settings)

@@ -100,8 +100,8 @@ def test_settings_that_cannot_be():
     for settings, message in (
         ({"num_sentences": 0}, "--num-sentences must be at least 1"),
         ({"num_keys": 2, "num_queries": 3}, "--num-queries 3 and --num-keys 2"),
-        ({"num_keys": 51}, "keys <= 50"),
-        ({"num_keys": 0, "num_queries": 0}, "--num-queries 0"),
+        ({"num_keys": 51}, "--num-keys must be at most 50"),
+        ({"num_keys": 0, "num_queries": 0}, "--num-keys must be at least 1"),
     ):
         with pytest.raises(UserError, match=message):
             Needle(**settings)

@@ -56,7 +56,7 @@ def test_settings_that_cannot_be(tmp_path):
     for settings, message in (
         ({"window": 1}, "--window must be at least 2"),
         ({"window": 8, "stride": 9}, "--stride 9 must be from 1 to --window 8"),
-        ({"window": 8, "stride": 0}, "--stride 0"),
+        ({"window": 8, "stride": 0}, "--stride must be at least 1"),
     ):
         with pytest.raises(UserError, match=message):
             Perplexity(path, **settings)

@@ -1,0 +1,268 @@
+"""This process, where it is a command of ours (`python -m lpes_jax.VERB`, `lpes VERB`): its streams, environment and signals.
+
+`lpes_jax/__init__.py` imports this module first, before JAX, and the command takes its process over:
+
+- Standard output and standard error outlive whoever reads them: a closed pipe, a full disk or a character that the encoding
+  lacks (written as `+/-` or `\\xb1`) never end a command.
+- Settings of JAX in the environment that change what programs compute, or make errors of warnings, are taken out and named on
+  stderr. Settings that say where and how to run stay. What cannot work (no working directory, a value that JAX refuses, a
+  platform without a device) is one line and exit code 2.
+- SIGINT and SIGTERM end the process from a thread of their own, at any moment, with exit code 128 + the signal's number and
+  one line. Nothing is raised in the main thread: an exception that arrives while Python imports or XLA compiles is lost, or
+  crashes. What has to happen before the end is registered with `graceful`, `saying`, `cleaning` and `unbroken`.
+
+A program that imports lpes_jax keeps its own streams, environment and signal handlers, and has a KeyboardInterrupt raised.
+"""
+
+import codecs
+import contextlib
+import errno
+import io
+import os
+import re
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+from lpes_jax.errors import Interrupted, UserError
+
+PLAIN = "lpes_jax.plain"  # the error handler of encodings: what is missing becomes ASCII
+_SPELLED = {"±": "+/-", "…": "...", "–": "-", "—": "-", "‘": "'", "’": "'", "“": '"', "”": '"', "×": "x"}
+# Of JAX's settings, those that change results or make an error of what is none. All others stand.
+_SET_ASIDE = re.compile(
+    "JAX_(ENABLE_X64|EXPLICIT_X64_DTYPES|DEFAULT_DTYPE_BITS|NUMPY_(RANK|DTYPE)_PROMOTION|DEBUG_(NANS|INFS|KEY_REUSE)|DISABLE_JIT"
+    "|DEFAULT_PRNG_IMPL|ENABLE_CUSTOM_PRNG|LEGACY_PRNG_KEY|THREEFRY_PARTITIONABLE|RANDOM_SEED_OFFSET|DEFAULT_DEVICE"
+    "|HIGH_DYNAMIC_RANGE_GUMBEL|TRANSFER_GUARD\\w*|THREAD_GUARD|ARRAY_GARBAGE_COLLECTION_GUARD|CHECK_TRACER_LEAKS"
+    "|CHECK_STATIC_INDICES|ENABLE_CHECKS|NO_TRACING|NO_EXECUTION|ERROR_CHECKING_BEHAVIOR_\\w+|ALLOW_F16_REDUCTIONS"
+    "|DISALLOW_MESH_CONTEXT_MANAGER|RAISE_PERSISTENT_CACHE_ERRORS)"
+)
+
+_HARMLESS = ("", "0", "false", "no", "off", "n", "f", "allow", "standard")  # values that are their defaults anyway
+
+_owned = _ending = False
+_busy = threading.RLock()  # the end waits for it, and keeps it
+_takers: list[Callable[[int], None]] = []
+_lines: list[Callable[[], str]] = [lambda: "interrupted"]
+_cleanups: list[Callable[[], object]] = []
+
+
+def is_ours() -> bool:
+    """Is this process a command of ours, whose streams, environment and signals were taken over?"""
+    return _owned
+
+
+def take_over() -> None:
+    """Make this process a command's, for good. Where the environment cannot work it ends, with one line and exit code 2."""
+    global _owned
+    _owned = True
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: None)  # the thread sees it, at once and not between two bytecodes
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    threading.Thread(target=_watch, args=(reader, writer), daemon=True).start()
+    for descriptor in (0, 1, 2):  # one that is closed would be given to the next file that is opened
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdout, sys.stderr = _outliving(sys.stdout, 1), _outliving(sys.stderr, 2)
+    try:
+        _check_environment()
+    except UserError as error:
+        leave(2, f"error: {error}")
+
+
+def check_devices() -> None:
+    """Have JAX look for its devices. Raises UserError where it finds none of those that the environment asks for."""
+    import jax
+
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError, ValueError, KeyError) as error:
+        named = [name for name in ("JAX_PLATFORMS", "JAX_PLATFORM_NAME", "JAX_NUM_CPU_DEVICES") if os.environ.get(name)]
+        asked = "".join(f"{name}={os.environ[name]}: " for name in named)
+        reason = f" ({one_line(str(error))})" if str(error) else ""
+        way_out = f"unset {' and '.join(named)}, or install JAX for that device" if named else "see JAX's own installation page"
+        raise UserError(f"{asked}JAX finds no device to run on{reason}; {way_out}") from error
+
+
+def plain(text: str, encoding: str | None) -> str:
+    """The text as `encoding` can have it: `+/-` for a `±` that it lacks, a backslash and digits for other characters."""
+    return text.encode(encoding or "utf-8", PLAIN).decode(encoding or "utf-8")
+
+
+def one_line(text: str) -> str:
+    """The text as one line, with the middle of very long words left out."""
+    return re.sub(r"\S{400,}", lambda word: f"{word[0][:160]}...{word[0][-80:]}", " ".join(text.split()))
+
+
+@contextlib.contextmanager
+def graceful(take: Callable[[int], None]) -> Iterator[None]:
+    """In a command: the first signal in here is given to `take` (in another thread); the next one ends the process."""
+    _takers.append(take)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # it was called
+            _takers.remove(take)
+
+
+@contextlib.contextmanager
+def saying(line: Callable[[], str]) -> Iterator[None]:
+    """A SIGINT or SIGTERM in here says this line: how to go on. One that is raised is raised as `Interrupted` with it."""
+    _lines.append(line)
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        raise Interrupted(getattr(stop, "number", signal.SIGINT), line()) from None
+    finally:
+        _lines.remove(line)
+
+
+@contextlib.contextmanager
+def cleaning(clean: Callable[[], object]) -> Iterator[None]:
+    """In a command: what a signal in here has to remove or stop before the process ends. Other exits do not call it."""
+    _cleanups.append(clean)
+    try:
+        yield
+    finally:
+        _cleanups.remove(clean)
+
+
+@contextlib.contextmanager
+def unbroken() -> Iterator[None]:
+    """In a command: a signal in here waits until this is done. `is_ending` tells whether one does."""
+    with _busy:
+        yield
+
+
+def is_ending() -> bool:
+    """Has a signal come that ends this process?"""
+    return _ending
+
+
+def settle() -> None:
+    """Where a signal is about to end this process, wait for that: its exit code is the one that counts."""
+    while _ending:
+        time.sleep(1)
+
+
+def leave(code: int, line: str) -> NoReturn:
+    """Write a line on stderr and end this process, whatever its other threads are doing."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{line}\n".encode(errors="backslashreplace"))
+    os._exit(code)
+
+
+_farewell: Callable[[int, str], object] = leave
+
+
+def set_farewell(farewell: Callable[[int, str], object] = leave) -> None:
+    """How a signal ends this process: `farewell` gets the exit code and the line, and does not return."""
+    global _farewell
+    _farewell = farewell
+
+
+def _watch(reader: socket.socket, writer: socket.socket) -> None:
+    """Read the numbers of signals as they come. The writer's end is kept from being collected."""
+    while numbers := reader.recv(64):
+        for number in numbers:
+            if number in (signal.SIGINT, signal.SIGTERM):
+                if _takers:
+                    _takers.pop()(number)
+                else:
+                    _end(number)
+
+
+def _end(number: int) -> None:
+    global _ending
+    _ending = True
+    _busy.acquire(timeout=20)  # for good: the main thread goes on meanwhile, and must not begin to write
+    for clean in reversed(_cleanups[:]):
+        with contextlib.suppress(Exception):
+            clean()
+    _farewell(128 + number, _lines[-1]())
+
+
+def _check_environment() -> None:
+    """Set JAX's settings aside that are not for us. Raises UserError where nothing can run."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise UserError(
+            f"the working directory is gone ({error.strerror}); change to another folder, then start again"
+        ) from error
+    aside = {name: os.environ.pop(name) for name in sorted(os.environ) if _SET_ASIDE.fullmatch(name)}
+    if told := [f"{name}={value}" for name, value in aside.items() if value.lower() not in _HARMLESS]:
+        print(f"note: {', '.join(told)} in the environment is not for this command, which sets what it needs", file=sys.stderr)
+    try:
+        import jax  # noqa: F401
+    except ValueError as error:
+        if not any(name.startswith("JAX_") for name in os.environ):
+            raise
+        raise UserError(f"JAX cannot start with this environment ({one_line(str(error))}); correct or unset that") from error
+
+
+class _Outliving(io.RawIOBase):
+    """A descriptor that can always be written to: what cannot be written any more is dropped."""
+
+    def __init__(self, descriptor: int):
+        self._descriptor = descriptor
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any, /) -> int:
+        if _ending:  # the last line is the signal's
+            return len(data)
+        try:
+            return os.write(self._descriptor, data)
+        except BlockingIOError:  # who started us made it non-blocking
+            select.select([], [self._descriptor], [])
+            return 0
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._descriptor)
+            if self._descriptor == 1 and error.errno not in (errno.EPIPE, errno.ECONNRESET):
+                print(f"note: standard output cannot be written ({error.strerror})", file=sys.stderr)
+            return len(data)
+
+
+def _outliving(stream: Any, descriptor: int) -> io.TextIOWrapper:
+    """The stream anew, so that nothing that is written to it is an error."""
+    raw = _Outliving(descriptor)
+    if stream is not None:
+        stream.flush()
+    by_line = descriptor == 2 or raw.isatty() or getattr(stream, "write_through", False)
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return io.TextIOWrapper(io.BufferedWriter(raw), encoding, PLAIN, line_buffering=by_line)
+
+
+def _spell(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    missing = error.object[error.start : error.end]
+    return "".join(_SPELLED.get(it) or it.encode("ascii", "backslashreplace").decode() for it in missing), error.end
+
+
+def _is_command() -> bool:
+    """Was Python started as `python -m lpes_jax.VERB` (runpy puts its -m there while it imports packages) or as `lpes`?"""
+    if sys.argv[:1] == ["-m"]:
+        return any(re.fullmatch(r"(-\w*m)?lpes_jax(\.\w+)*", word) for word in sys.orig_argv)
+    return os.path.basename("".join(sys.argv[:1])) in ("lpes", "lpes.exe", "lpes-script.py")
+
+
+codecs.register_error(PLAIN, _spell)
+if _is_command():
+    take_over()
