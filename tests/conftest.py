@@ -1,5 +1,6 @@
 """What all tests share: strict dtypes around our own code, tiny models, and the real model where it can be had."""
 
+import gc
 import os
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax.experimental.compilation_cache import compilation_cache
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -25,7 +27,8 @@ from lpes_jax.rope import RopeParameters
 ROOT = Path(__file__).resolve().parent.parent
 
 
-QUICK = "--xla_cpu_use_fusion_emitters=false"  # compiles tiny models in two thirds of the time, on a CPU
+# On a CPU these compile tiny models in half of the time: no fusion emitters, and each program in one piece by one thread.
+QUICK = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 if jax.__version_info__ < (0, 11):  # later ones lack it, and end where they do not know a flag
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK}".strip()
 
@@ -36,6 +39,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path not in slow)
     jax.devices()  # XLA has read its flags from here on: processes that tests start are as users have them
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "").replace(QUICK, "").strip()
+
+
+def pytest_collection_finish() -> None:
+    """Torch, transformers and the tests themselves stay: the collector need not look through them again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A program that several tests of this process compile is compiled once: a cache of this process alone.
+
+    The processes that tests start find no cache (JAX_COMPILATION_CACHE_DIR above), unless the test gives them one. A cache of
+    all processes would save little more: they have few programs in common, and tracing and lowering cost more than compiling.
+    """
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    compilation_cache.reset_cache()  # what was imported may have compiled something, without one
 
 
 @pytest.hookimpl(tryfirst=True)
