@@ -357,10 +357,7 @@ def _data_of_mixture(s: Settings, loaded: Loaded, seed: int) -> tuple[Data, Data
     for part, of_task in zip(mixture.parts, places, strict=True):
         examples = part.task.examples("search", part.limit, seed)
         prompts.append(search_prompts(settings, config, part.task, tokenizer, examples, of_task, Counter()))
-    everything = [prompt for of_task in prompts for prompt in of_task]
-    encoded = task_prompts.encode(everything, tokenizer, config.max_position_embeddings)
-    tokens = np.array([min(map(len, prompt.answers)) for prompt in encoded])
-    groups = groups_of(mixture.titles, mixture.weights, places, prompts, tokens, s.weights)
+    groups = groups_of(mixture.titles, mixture.weights, places, prompts, s.weights)
     descent = Gradient(settings, search_space(settings, config, scaled_layers(settings, config.num_layers)))
     return descent.data(loaded.model, tokenizer, prompts, groups, s.weights)
 

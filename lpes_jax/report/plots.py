@@ -165,7 +165,7 @@ def search_history(
 ) -> tuple[Path, Path]:
     """The way of a search, from the lines of its history: the fitness of all individuals by generation, or losses by step.
 
-    Individuals without a finite fitness are crosses at the bottom. `tasks`: names of a mixture's, whose losses are per token.
+    Individuals without a finite fitness are crosses at the bottom. `tasks`: names of a mixture's.
     """
     figure = Figure(figsize=(7.2, 4.4), dpi=200, layout="constrained")
     if "step" in records[0]:
@@ -215,7 +215,7 @@ def _losses(figure: Figure, records: Sequence[Mapping[str, Any]], names: Sequenc
             name = f"answers, task {at + 1}, held back" if tasks.shape[1] > 1 else "answers, held back"
             name = f"{names[at]}, held back" if names else name
             panels[1].plot(step, losses, f"{'vDPX'[at % 4]}-", color=OTHERS[at % 3], markersize=4, linewidth=1.2, label=name)
-        panels[1].set(ylabel="nats a token" if names else "nats a prompt")
+        panels[1].set(ylabel="nats a prompt")
     if has_text:
         panels[2].plot(step, text, "^-", color=OTHERS[3], markersize=4, label="plain text, held back")
         panels[2].set(ylabel="nats a token")

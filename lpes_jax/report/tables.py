@@ -154,7 +154,7 @@ def by_task(tasks: Mapping[str, Mapping[str, float]]) -> str:
     has_loss = all("loss" in it for it in tasks.values())
     lines = [["task", "accuracy", "as it was"], ["---", "---:", "---:"]]
     if has_loss:
-        lines = [[*lines[0], "loss (nats a token)", "as it was"], [*lines[1], "---:", "---:"]]
+        lines = [[*lines[0], "loss (nats an answer)", "as it was"], [*lines[1], "---:", "---:"]]
     for title, it in tasks.items():
         line = [title, f"{100 * it['accuracy']:.1f}", f"{100 * it['accuracy_at_start']:.1f}"]
         lines.append(line + ([f"{it['loss']:.3f}", f"{it['loss_at_start']:.3f}"] if has_loss else []))

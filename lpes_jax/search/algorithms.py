@@ -21,7 +21,7 @@ from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.prefixes import families
 from lpes_jax.rope import RopeTable
-from lpes_jax.search.fitness import Fitness, Group, Individuals, mean_tokens
+from lpes_jax.search.fitness import Fitness, Group, Individuals
 from lpes_jax.search.genetic import CROSSOVER, FAILED_CROSSOVER, INITIAL, MUTATION, Lineage, PaperGA
 from lpes_jax.search.gradient import Apply, Look, LossNotFinite, Parameters, State, descend, initial_state
 from lpes_jax.search.minibatches import Data, Examples, Share, by_length, pack, prompts_of_a_tree, shared_trees, sizes
@@ -207,7 +207,7 @@ class Gradient:
             if fitness.groups:
                 named = zip(fitness.groups, look.task_losses, look.accuracies, strict=True)
                 told = (f"{group.title} {loss:.3f} ({100 * right:.0f} % right)" for group, loss, right in named)
-                losses = f"(nats a token): {'; '.join(told)}"
+                losses = f"(nats an answer): {'; '.join(told)}"
             fitness.progress.note(f"step {look.step}/{self.gradient.steps}  loss on held-back questions {losses}{text}")
             if record["fitness"] is None and look.step == 0:
                 raise LossNotFinite("the loss is not finite at the start; try --dtype float32, or another --initial-factor")
@@ -326,11 +326,7 @@ class _Packs:
             return Data(self.examples, text)
         if not self.groups:
             return Data(self.examples, text, tuple(Share(task, part, 1 / tasks) for task, part in self.parts))
-        unit, shares = mean_tokens(self.groups), []
-        for task, part in self.parts:
-            group = self.groups[task]
-            shares.append(Share(task, part, group.share * unit, group.tokens))
-        return Data(self.examples, text, tuple(shares))
+        return Data(self.examples, text, tuple(Share(task, part, self.groups[task].share) for task, part in self.parts))
 
 
 def shortest_gold(prompt: Prompt, encoded: EncodedPrompt) -> EncodedPrompt:

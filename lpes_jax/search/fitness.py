@@ -1,9 +1,10 @@
 """The fitness of individuals on the search examples, and the history of a run.
 
 It is the weighted sum over the search positions of the same examples' accuracy (section 3.2), or of their mean answer
-log-likelihood. Of a mixture it is the sum over its tasks of their weight times this, with log-likelihoods per answer token as
-in the gradient's loss (gradient.py). Individuals with the same factors and gains are scored once; in a race (racing.py),
-hopeless ones on a part of the examples. Letters: P population, L layers, N prompts, U units of a race.
+log-likelihood. Of a mixture it is the sum over its tasks of their weight times this. Individuals with the same factors and
+gains are scored once; in a race (racing.py), hopeless ones on a part of the examples.
+
+Letters: P population, L layers, N prompts, U units of a race.
 """
 
 import itertools
@@ -103,8 +104,7 @@ class JoinedScorer:
 class Group:
     """The prompts of one task of a mixture, which follow each other: `count` of them, question by question.
 
-    `positions` of a question's prompts, and their weights, which sum to 1; `share` of the task, of 1 in all; `tokens` of a
-    prompt's answer (a mean).
+    `positions` of a question's prompts, and their weights, which sum to 1; `share` of the task, of 1 in all.
     """
 
     title: str
@@ -112,7 +112,6 @@ class Group:
     positions: tuple[int, ...]
     weights: tuple[float, ...]
     share: float
-    tokens: float
 
 
 class Fitness:
@@ -377,7 +376,7 @@ class Fitness:
     ) -> dict[str, Any]:
         """The same of a mixture: accuracy and log-likelihood are of each task by its title."""
         finite = bool(np.isfinite(log_likelihood).all())
-        scale, unit, start, fitness, tie_break = self._tie_break_of_groups(), mean_tokens(self.groups), 0, 0.0, 0.0
+        scale, start, fitness, tie_break = self._tie_break_of_groups(), 0, 0.0, 0.0
         of_tasks: dict[str, dict[str, Any]] = {"accuracy": {}, "log_likelihood": {}}
         for group in self.groups:
             part = slice(start, start + group.count)
@@ -386,7 +385,7 @@ class Fitness:
             likelihood = log_likelihood[part].reshape(shape).astype(np.float64)
             weights = np.array(group.weights)
             if self.settings.fitness == "log_likelihood":
-                fitness += group.share * unit / group.tokens * float(weights @ likelihood.mean(axis=0))
+                fitness += group.share * float(weights @ likelihood.mean(axis=0))
             else:
                 probability = np.exp(likelihood / self.scorer.answer_tokens[part].reshape(shape)).mean(axis=0)
                 fitness += group.share * float(weights @ accuracy)
@@ -460,27 +459,19 @@ def tie_break_scale(weights: Sequence[float], examples: int) -> float:
     return math.gcd(*(int(fraction * denominator) for fraction in fractions)) / denominator / examples / 2
 
 
-def mean_tokens(groups: Sequence[Group]) -> float:
-    """Answer tokens of a prompt of all tasks, a mean by their shares: with it losses per token have a usual loss's size."""
-    return sum(group.share * group.tokens for group in groups)
-
-
 def groups_of(
     titles: Sequence[str],
     shares: Sequence[float],
     places: Sequence[Sequence[tuple[int, int]]],
     prompts: Sequence[Sequence[Prompt]],
-    answer_tokens: Int[np.ndarray, "N"],
     weights: tuple[float, ...],
 ) -> list[Group]:
     """The tasks of a mixture; one without positions has the weight 1 there."""
-    groups, start = [], 0
+    groups = []
     for title, share, of_task, asked in zip(titles, shares, places, prompts, strict=True):
         positions = tuple(position for _, position in of_task)
         own = weights if len(positions) == len(weights) else (1.0,)
-        tokens = float(answer_tokens[start : start + len(asked)].mean())
-        groups.append(Group(title, len(asked), positions, own, share, tokens))
-        start += len(asked)
+        groups.append(Group(title, len(asked), positions, own, share))
     return groups
 
 

@@ -119,7 +119,7 @@ def search(
     scorer = make_scorer(settings, model, tokenizer, tasks, prompts, stop_ids)
     groups: Sequence[Group] = ()
     if mixture is not None:
-        groups = groups_of(mixture.titles, mixture.weights, searched, prompts, scorer.answer_tokens, settings.weights)
+        groups = groups_of(mixture.titles, mixture.weights, searched, prompts, settings.weights)
 
     def trace(prompt: int, row: Individuals | None, kinds: tuple[Granularity, Granularity]) -> int | str | None:
         [ids] = token_ids(tokenizer, [everything[prompt].text + (everything[prompt].answers or ("",))[0]])

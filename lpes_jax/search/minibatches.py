@@ -58,20 +58,16 @@ class Examples:
 
 
 class Share(NamedTuple):
-    """What examples are among all: of which task (its number), their part of its prompts (by weight), and how it counts.
-
-    The loss of a task is in units of `tokens` nats a prompt; the objective has it times `weight`.
-    """
+    """What examples are among all: of which task (its number), their part of its prompts, and the weight of the task's loss."""
 
     task: int
     part: float
     weight: float
-    tokens: float = 1.0
 
     @property
     def coefficient(self) -> float:
         """Of the examples' nats a prompt in the objective."""
-        return self.weight * self.part / self.tokens
+        return self.weight * self.part
 
 
 @dataclass(frozen=True)

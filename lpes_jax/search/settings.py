@@ -228,8 +228,7 @@ class SearchSettings(TaskFlags):
     text: Path | None = None
     """gradient: plain text that must not become less likely (where it is wanted and not given: text that the model writes)."""
     text_weight: float = 0.0
-    """gradient: weight of the plain text's loss in nats a token, beside the answers' in nats an answer (of a mixture: in nats a
-    token, times the mean tokens of an answer)."""
+    """gradient: weight of the plain text's loss in nats a token, beside the answers' in nats an answer."""
     text_minibatch: int = 4
     """gradient: windows of text a step."""
     text_window: int | tuple[int, ...] = DEFAULT_WINDOW

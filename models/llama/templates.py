@@ -45,8 +45,8 @@ _LINEAR = frozenset(
     "isascii isdecimal isdigit isidentifier islower isnumeric isprintable isspace istitle isupper items iterable "
     "joiner keys last le length list lower lstrip lt map mapping max min namespace ne next none number odd partition "
     "raise_exception random range reject rejectattr removeprefix removesuffix reverse rfind rindex round rpartition rsplit "
-    "rstrip safe safe_range sameas select selectattr sequence sort split splitlines startswith strftime_now string strip swapcase "
-    "test title trim true truncate undefined unique upper values cycle cycler".split()
+    "rstrip safe safe_range sameas select selectattr sequence sort split splitlines startswith strftime_now string strip "
+    "swapcase test title trim true truncate undefined unique upper values cycle cycler".split()
 )
 
 

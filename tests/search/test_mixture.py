@@ -230,24 +230,19 @@ def test_gradient_search_on_a_mixture(folder, guesser, tokenizer, tmp_path):
     settings = SearchSettings(**SMALL, **GRADIENT, mixture=path, output_path=tmp_path / "run")
     history, result, mixture = run(settings, guesser, tokenizer)
     assert [line["step"] for line in history] == [0, 2, 4]
-    # Of each task: nats an answer token on the last question, by the weights of its positions, of the shortest gold.
-    tokens, losses = [], []
+    # Of each task: nats an answer on the last question, by the weights of its positions, of the shortest gold.
+    losses = []
     for task in mixture.tasks:
         moved = task.num_items > 1
         places = [(slot(position, task.num_items), position) for position in ((0, 50, 100) if moved else (0,))]
         prompts = [task.prompt(it, *place) for it in task.examples("search", 4, 0) for place in places]
-        if task.name == "mmlu":
-            tokens.append(float(OptionScorer(guesser, tokenizer, prompts).answer_tokens.mean()))
         encoded = encode(prompts, tokenizer, 512)
-        if task.name != "mmlu":
-            tokens.append(float(np.mean([min(map(len, it.answers)) for it in encoded])))
         taught = [replace(it, answers=[min(it.answers, key=len)]) for it in encoded[-len(places) :]]
         [likelihood] = Scorer(guesser, taught)(np.ones((1, 3), np.float32)).log_likelihood
-        losses.append(-float(np.dot(settings.weights if moved else (1.0,), likelihood)) / tokens[-1])
+        losses.append(-float(np.dot(settings.weights if moved else (1.0,), likelihood)))
     assert history[0]["task_losses"] == pytest.approx(losses, rel=1e-4)
-    unit = np.dot(mixture.weights, tokens)
     for line in history:
-        assert line["fitness"] == pytest.approx(-unit * np.dot(mixture.weights, line["task_losses"]), rel=1e-5)
+        assert line["fitness"] == pytest.approx(-np.dot(mixture.weights, line["task_losses"]), rel=1e-5)
     assert history[-1]["train_loss"] != pytest.approx(history[1]["train_loss"])
     assert [report.title for report in result.reports] == mixture.titles
     assert [report.outcomes[0].metric for report in result.reports] == ["prefix", "prefix", "best_subspan_em", "acc"]
@@ -287,15 +282,8 @@ def test_genetic_search_on_a_mixture(folder, guesser, tokenizer, tmp_path, fitne
         else:
             likelihoods = line["log_likelihood"].values()
             of_tasks = [np.dot(w, list(it.values())) for w, it in zip(weights, likelihoods, strict=True)]
-            # A token a byte: " y1f". The tasks with one letter have 1.
-            tokens = np.array([1.0, 1.0, np.mean([2 + len(f"{number:x}") for number in _numbers(mixture.tasks[2], 5)])])
-            unit = np.dot(mixture.weights, tokens)
-            assert line["fitness"] == pytest.approx(unit * np.dot(mixture.weights, of_tasks / tokens), abs=1e-3)
+            assert line["fitness"] == pytest.approx(np.dot(mixture.weights, of_tasks), abs=1e-3)
     assert result.selection["tasks"].keys() == set(mixture.titles)
-
-
-def _numbers(task, count: int) -> list[int]:
-    return [int(example.question.split()[-1], 16) for example in task.examples("search", count, 0)]
 
 
 def test_every_task_has_its_own_results(folder, model_folder, tmp_path):
