@@ -117,11 +117,11 @@ def test_a_frequency_may_stand_still(model_folder, tmp_path, capsys):
 
 @pytest.mark.parametrize("curve", ["free", "shared"])
 def test_pruning_leaves_few_numbers_and_fits_them_on(model_folder, tmp_path, curve, capsys):
-    command = ["--model", str(model_folder), *SMALL, "--algorithm", "gradient", "--learn", "both", "--prune", "0.9"]
+    command = ["--model", str(model_folder), *SMALL, "--algorithm", "gradient", "--learn", "both", "--prune", "0.5"]
     command += [
         "--curve",
         curve,
-        *"--steps 12 --look-every 3 --minibatch-size 3".split(),
+        *"--steps 12 --look-every 3 --minibatch-size 9".split(),
         "--output-path",
         str(tmp_path / "run"),
     ]

@@ -13,7 +13,7 @@ import pytest
 from lpes_jax.errors import UserError
 from lpes_jax.factors import read_json
 from lpes_jax.models.llama import Llama
-from lpes_jax.scoring import OptionScorer, Scorer
+from lpes_jax.scoring import Scorer
 from lpes_jax.search import run_search
 from lpes_jax.search.algorithms import shortest_gold
 from lpes_jax.search.loop import SearchResult, search
