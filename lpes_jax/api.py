@@ -30,9 +30,9 @@ def logits(model: Llama, tokens: Tokens, factors: Factors = None, granularity: G
     your own, with the model and the factors as its arguments. RoPE of the types `dynamic` and `longrope` goes by T (see
     `lpes_jax.rope`).
 
-    Raises UserError for tokens that are not ids of the model, `[B, T]` with B and T from 1 on, for factors that do not fit it or
-    are out of range, and where a logit is not finite. What is traced (`jax.jit`, `jax.grad`) has no values yet: its shape alone
-    is checked.
+    Raises UserError for tokens that are not ids of the model, `[B, T]` with B and T from 1 on, for factors that do not fit it
+    or leave float32's range, and where a logit is not finite. What is traced (`jax.jit`, `jax.grad`) has no values yet: its
+    shape alone is checked.
     """
     ids = checked_tokens(model, tokens)
     table = _table(model, ids.shape[1], factors, granularity)
