@@ -42,8 +42,8 @@ def logits(
     `lpes_jax.rope`).
 
     Raises UserError for tokens that are not ids of the model, `[B, T]` with B and T from 1 on, for factors that do not fit it
-    or are out of range, and where a logit is not finite; unless `other_model`, also for LayerFactors found for a model of other
-    sizes or another RoPE. What is traced (`jax.jit`, `jax.grad`) has no values yet: its shape alone is checked.
+    or leave float32's range, and where a logit is not finite; unless `other_model`, also for LayerFactors found for a model of
+    other sizes or another RoPE. What is traced (`jax.jit`, `jax.grad`) has no values yet: its shape alone is checked.
     """
     ids = checked_tokens(model, tokens)
     checked_factors(model.config, factors, granularity)
