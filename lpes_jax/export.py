@@ -65,8 +65,6 @@ class ExportSettings:
     """A name in models/zoo, a folder in Hugging Face layout, a .gguf file, or a Hugging Face hub id."""
     factors: Path | None = None
     """factors.json of a search, or the zoo's by name (MODEL/NAME)."""
-    other_model: bool = False
-    """Take factors that were found for another model (other sizes, RoPE or tokenizer), as far as their shape fits."""
     output_path: Path = Path("runs/export")
     """Folder to write; it must not exist, or be empty (where it is not given and taken: runs/export-2, ...)."""
     overwrite: bool = False
@@ -77,6 +75,8 @@ class ExportSettings:
     """Copy the weights instead of linking to them."""
     no_self_test: bool = False
     """Record no logits: for models that do not fit into memory as float32."""
+    other_model: bool = False
+    """Take factors that were found for another model (other sizes, RoPE or tokenizer), as far as their shape fits."""
 
 
 def run_export(settings: ExportSettings) -> Path:
