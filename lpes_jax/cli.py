@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0 if arguments else 2
     if arguments[0] not in VERBS:
         return fail(f"{arguments[0]!r} is not a verb; the verbs are: {', '.join(VERBS)}")
-    return import_module(VERBS[arguments[0]]).main(arguments[1:])
+    return process.ended(import_module(VERBS[arguments[0]]).main(arguments[1:]))
 
 
 def run_verb(

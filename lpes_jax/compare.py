@@ -31,7 +31,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from lpes_jax import output
+from lpes_jax import output, process
 from lpes_jax.cli import run_verb
 from lpes_jax.errors import UserError
 from lpes_jax.evaluation import (
@@ -482,4 +482,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(process.ended(main()))

@@ -14,6 +14,7 @@
 A program that imports lpes_jax keeps its own streams, environment and signal handlers, and has a KeyboardInterrupt raised.
 """
 
+import atexit
 import codecs
 import contextlib
 import errno
@@ -151,6 +152,21 @@ def settle() -> None:
     """Where a signal is about to end this process, wait for that: its exit code is the one that counts."""
     while _ending:
         time.sleep(1)
+
+
+def ended(code: int) -> int:
+    """What is given to `sys.exit`: the exit code. A command ends here and now with that code.
+
+    Python's own end takes a second, in which a signal is lost, and crashes where XLA still compiles in a thread.
+    """
+    if _owned:
+        settle()
+        if not code:
+            atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+    return code
 
 
 def leave(code: int, line: str) -> NoReturn:

@@ -40,7 +40,8 @@ for line in sys.stdin:
         sys.stdout.flush()
         os._exit(code)
 """
-SEARCH = "from lpes_jax.search.__main__ import main; raise SystemExit(main(arguments))"
+OWN = "from lpes_jax import process; process.take_over(); "  # as `python -m` has it
+SEARCH = OWN + "from lpes_jax.search.__main__ import main; raise SystemExit(main(arguments))"
 SMALL = [
     *("--num-pairs", 3, "--key-length", 1, "--limit", 4, "--test-limit", 2, "--uniform-candidates", 3),
     *("--population-chunk", 1, "--batch-size", 4, "--search-positions", 0, 100, "--weights", 0.5, 0.5, "--positions", 0, 100),

@@ -15,6 +15,8 @@ from lpes_jax.errors import UserError
 from lpes_jax.hosts import HostFlags, check, check_alike, from_first, gather
 
 WORK = """
+from lpes_jax import process
+process.take_over()
 import os, time
 from dataclasses import dataclass
 import jax

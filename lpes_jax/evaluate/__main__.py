@@ -14,6 +14,7 @@ OUT gets results.json (lm-evaluation-harness's layout), results.md, samples.json
 import sys
 from collections.abc import Sequence
 
+from lpes_jax import process
 from lpes_jax.cli import run_verb
 from lpes_jax.evaluate import EvaluateSettings, run_evaluation
 
@@ -25,4 +26,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(process.ended(main()))

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from lpes_jax import process
 from lpes_jax.cli import run_verb, value_of
 from lpes_jax.search import run_search
 from lpes_jax.search.settings import PRESETS, SearchSettings, preset_values
@@ -48,4 +49,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(process.ended(main()))
