@@ -96,7 +96,9 @@ def run_verb(
 
 def _full_memory() -> int:
     if jax.default_backend() != "gpu":
-        return fail("the memory is full; give smaller numbers (--batch-size, --limit, --population-size), or end what else runs")
+        return fail(
+            "the memory is full; give smaller numbers (--batch-size, --limit, --population-size), or end what else runs"
+        )
     return fail(
         "the device's memory is full; end what else runs there (nvidia-smi lists it), or set "
         "XLA_PYTHON_CLIENT_PREALLOCATE=false to share it"

@@ -113,7 +113,9 @@ def _check_described(record: dict[str, Any], path: Path) -> None:
     """Raise UserError where what describes the factors is of another kind than it should be, or factors are no numbers."""
     for name in ("model", "rope", "search", "evaluation", "curve"):
         if not isinstance(value := record.get(name, {}), dict) and not (name == "curve" and value is None):
-            raise UserError(f"{path}: {name} must be an object in JSON, got {kind_of(value)}; give the file that a search wrote")
+            raise UserError(
+                f"{path}: {name} must be an object in JSON, got {kind_of(value)}; give the file that a search wrote"
+            )
     curve = record.get("curve") or {}
     points, layers = curve.get("control_points"), curve.get("layers")
     if not isinstance(curve.get("type", ""), str):
@@ -127,7 +129,9 @@ def _check_described(record: dict[str, Any], path: Path) -> None:
     try:
         json.dumps({name: value for name, value in record.items() if name != "factors"}, allow_nan=False)
     except ValueError as error:
-        raise UserError(f"{path}: holds NaN or an infinity, which are no numbers in JSON; give the file that a search wrote") from error
+        raise UserError(
+            f"{path}: holds NaN or an infinity, which are no numbers in JSON; give the file that a search wrote"
+        ) from error
 
 
 def _checked(factors: Any, granularity: Any) -> np.ndarray:

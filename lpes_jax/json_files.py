@@ -41,14 +41,22 @@ def read_json(path: str | os.PathLike, kind: type | None = None, *, finite: bool
 
 
 def parse_json(
-    text: str | bytes, where: str, kind: type | None = None, *, finite: bool = True, what: str = "not a JSON file", hint: str = ""
+    text: str | bytes,
+    where: str,
+    kind: type | None = None,
+    *,
+    finite: bool = True,
+    what: str = "not a JSON file",
+    hint: str = "",
 ) -> Any:
     """What `text` says. Raises UserError for what is no JSON, or not of `kind` (dict or list); `where` begins the message.
 
     `finite=False` lets NaN and infinities pass, for files of others that may have them where nobody looks.
     """
     try:
-        value = json.loads(text, parse_int=_integer, parse_float=_finite if finite else float, parse_constant=_constants[finite])
+        value = json.loads(
+            text, parse_int=_integer, parse_float=_finite if finite else float, parse_constant=_constants[finite]
+        )
         _check_depth(value)
         if _HALF_A_PAIR.search(text if isinstance(text, str) else text.decode("utf-8", "replace")):
             json.dumps(value, ensure_ascii=False).encode()
@@ -69,8 +77,10 @@ def kind_of(value: Any) -> str:
 
 
 def is_number(value: Any) -> bool:
-    """A finite number, and no truth value."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """A finite number that arrays can hold, and no truth value."""
+    if isinstance(value, int):
+        return not isinstance(value, bool) and abs(value) < 2**63
+    return isinstance(value, float) and math.isfinite(value)
 
 
 def is_array(value: Any, *, finite: bool = True) -> bool:

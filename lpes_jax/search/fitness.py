@@ -186,7 +186,9 @@ class Fitness:
         recorded = self.folder.recorded[len(self.records) : len(self.records) + len(drafts)]
         for draft, record in zip(drafts, recorded, strict=False):
             self.folder.must_continue(draft, record)
-            self.folder.must_continue({"id": record["id"], "positions": positions}, record | {"positions": list(record["accuracy"])})
+            self.folder.must_continue(
+                {"id": record["id"], "positions": positions}, record | {"positions": list(record["accuracy"])}
+            )
         if len(recorded) == len(drafts):
             new = [record for record in recorded if not record["cached"]]
             self.evaluations += len(new)

@@ -44,7 +44,9 @@ class GeneticSettings:
     def __post_init__(self):
         check_bounds(self)
         # One point is a curve only where one layer is scaled.
-        _require(self.control_points >= 2 or self.num_layers == 1, f"--control-points must be at least 2, got {self.control_points}")
+        _require(
+            self.control_points >= 2 or self.num_layers == 1, f"--control-points must be at least 2, got {self.control_points}"
+        )
         _require(self.mutations + self.crossovers > 0, "--mutations and --crossovers are both 0; give one of them")
         size, parents = f"--population-size {self.population_size}", f"--parents {self.parents}"
         _require(self.parents <= self.population_size, f"{parents} is more than {size}; lower it")

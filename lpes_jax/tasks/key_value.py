@@ -147,7 +147,9 @@ class KeyValue(Generation):
             if count is None or count < 0:
                 raise UserError(f"--limit must not be negative, got {count}" if count else "generated pairs need a --limit")
             item = f"--num-pairs {self.num_pairs}"
-            check_text_size(count, item, self.num_pairs * (2 * (self.key_length or 36) + 8), "--limit, --num-pairs or --key-length")
+            check_text_size(
+                count, item, self.num_pairs * (2 * (self.key_length or 36) + 8), "--limit, --num-pairs or --key-length"
+            )
             haystacks = [self._generate(split, index, seed) for index in range(-(-count // self.queries_per_haystack))]
             return [example for haystack in haystacks for example in haystack][:count]
         return take(self._read(self.data), split, count, _split, self.data)

@@ -55,7 +55,11 @@ class TooMuch(Exception):
 
 
 def render(
-    tokenizer: "transformers.PreTrainedTokenizerFast", messages: Sequence[Mapping[str, Any]], *, template: str | None = None, **how: Any
+    tokenizer: "transformers.PreTrainedTokenizerFast",
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    template: str | None = None,
+    **how: Any,
 ) -> str:
     """The chat as the tokenizer's template, or `template`, writes it; `how` is that of transformers' `apply_chat_template`.
 
@@ -115,7 +119,11 @@ def _size(value: Any, known: dict[int, int]) -> int:
         return 1 + value.bit_length() // 8
     if isinstance(value, Mapping):
         parts: Iterable[Any] = (part for item in value.items() for part in item)
-    elif isinstance(value, list | tuple | set | frozenset) or type(value).__name__ in ("dict_items", "dict_keys", "dict_values"):
+    elif isinstance(value, list | tuple | set | frozenset) or type(value).__name__ in (
+        "dict_items",
+        "dict_keys",
+        "dict_values",
+    ):
         parts = value
     else:
         return 1
@@ -163,7 +171,9 @@ def _cost_of_operator(operator: str, left: Any, right: Any) -> int:
     if operator == "*":
         if isinstance(left, int) and isinstance(right, int):
             return whole
-        return max(size_of(left) * right if isinstance(right, int) else 0, size_of(right) * left if isinstance(left, int) else 0)
+        return max(
+            size_of(left) * right if isinstance(right, int) else 0, size_of(right) * left if isinstance(left, int) else 0
+        )
     if operator == "**":
         return whole * (1 + abs(right)) if isinstance(right, int) else whole
     if operator == "%" and isinstance(left, str):
@@ -183,8 +193,18 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.filters |= {"tojson": _tojson}
         self.filters = {name: self._paid(name, function) for name, function in self.filters.items()}
         self.tests = {name: self._paid(name, function) for name, function in self.tests.items()}
-        self.filters |= {"_spend": self._spend, "_read": self._in_context(self._read), "_joined": self._in_context(self._joined)}
-        self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now, "dict": _Dict(), "namespace": _Namespace, "lipsum": _lipsum}
+        self.filters |= {
+            "_spend": self._spend,
+            "_read": self._in_context(self._read),
+            "_joined": self._in_context(self._joined),
+        }
+        self.globals |= {
+            "raise_exception": _raise_exception,
+            "strftime_now": _strftime_now,
+            "dict": _Dict(),
+            "namespace": _Namespace,
+            "lipsum": _lipsum,
+        }
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         self.budget.spend(_cost_of_operator(operator, left, right))
@@ -213,7 +233,9 @@ class _Environment(ImmutableSandboxedEnvironment):
 
         @functools.wraps(function)
         def paid(*args: Any, **kwargs: Any) -> Any:
-            values = [value for value in (*args, *kwargs.values()) if not isinstance(value, Context | EvalContext | _Environment)]
+            values = [
+                value for value in (*args, *kwargs.values()) if not isinstance(value, Context | EvalContext | _Environment)
+            ]
             self.budget.spend(_cost(name, values) if values else 1)
             made = function(*args, **kwargs)
             return self._one_by_one(made) if isinstance(made, GeneratorType) else made

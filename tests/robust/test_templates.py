@@ -198,7 +198,17 @@ def test_the_verb_refuses_it_and_leaves_nothing(model_folder, tmp_path, capfd):
     for file in model_folder.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     (folder / "chat_template.jinja").write_text(HOSTILE["nested loops"])
-    flags = ["--num-pairs", "2", "--key-length", "2", "--limit", "1", "--apply-chat-template", "--output-path", str(tmp_path / "o")]
+    flags = [
+        "--num-pairs",
+        "2",
+        "--key-length",
+        "2",
+        "--limit",
+        "1",
+        "--apply-chat-template",
+        "--output-path",
+        str(tmp_path / "o"),
+    ]
     assert cli.main(["evaluate", "--model", str(folder), *flags]) == 2
     [line] = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert "chat template fails (it takes more steps" in line and not (tmp_path / "o").exists()
