@@ -1,4 +1,4 @@
-"""Chat templates that never end or write without end are refused in one line, soon; all others render as transformers does it."""
+"""Chat templates that never end or write without end are refused in one line; all others are written as transformers does."""
 
 import json
 from pathlib import Path
@@ -145,8 +145,8 @@ def test_a_long_chat_has_a_longer_budget():
 def test_a_template_may_look_at_each_character():
     """Templates of models that take pictures go over a message's parts, which of a text are its characters."""
     template = (
-        "{% for m in messages %}{{ m.role }}: {% for c in m.content %}{% if c == 'e' %}{{ '<e>' }}{% elif c.type is defined and "
-        "c['type'] == 'text' %}{{ c['text'] + '?' }}{% else %}{{ c }}{% endif %}{% endfor %}{% endfor %}"
+        "{% for m in messages %}{{ m.role }}: {% for c in m.content %}{% if c == 'e' %}{{ '<e>' }}{% elif c.type is defined "
+        "and c['type'] == 'text' %}{{ c['text'] + '?' }}{% else %}{{ c }}{% endif %}{% endfor %}{% endfor %}"
     )
     text = "Each letter of this text, one by one. " * 300
     assert check(template, [{"role": "user", "content": text}]) == "user: " + text.replace("e", "<e>")
