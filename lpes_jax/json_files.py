@@ -79,8 +79,10 @@ def kind_of(value: Any) -> str:
 
 
 def is_number(value: Any) -> bool:
-    """A finite number, and no truth value."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """A finite number that arrays can hold, and no truth value."""
+    if isinstance(value, int):
+        return not isinstance(value, bool) and abs(value) < 2**63
+    return isinstance(value, float) and math.isfinite(value)
 
 
 def is_array(value: Any, *, finite: bool = True) -> bool:

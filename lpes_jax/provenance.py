@@ -80,7 +80,9 @@ def check_resumed(path: Path, before: dict[str, Any], now: dict[str, Any]) -> No
     different = [key for key in sorted({*before, *now} - {*PLACES}) if before.get(key) != now.get(key)]
     elsewhere = [key for key in different if key.startswith("environment.")]
     if refused := [key for key in different if key not in elsewhere]:
-        named = ", ".join(f"{flag_of(key)} {before.get(key)!r:.100} (now {now.get(key)!r:.100})" for key in refused[:4])
+        named = " ".join(
+            ", ".join(f"{flag_of(key)} {before.get(key)!r:.100} (now {now.get(key)!r:.100})" for key in refused[:4]).split()
+        )
         raise UserError(f"--resume: {path} was run with {named}; give the same or another --output-path")
     if elsewhere:
         named = ", ".join(f"{flag_of(key)} {before.get(key)!r:.100} (now {now.get(key)!r:.100})" for key in elsewhere)

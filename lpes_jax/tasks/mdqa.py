@@ -335,5 +335,5 @@ def _parse(row: dict[str, Any], number: int, where: str) -> Example:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{where}: not {ROW}") from error
     [gold] = [Document(title, text, str(number)) for is_gold, title, text, _ in documents if is_gold]
-    others = [Document(title, text, id and str(id)) for is_gold, title, text, id in documents if not is_gold]
+    others = [Document(title, text, None if id is None else str(id)) for is_gold, title, text, id in documents if not is_gold]
     return Example(question, answers, gold, tuple(others))

@@ -85,7 +85,7 @@ class Needle(Generation):
         check_bounds(self)
         if self.num_queries > self.num_keys:
             raise UserError(
-                f"--num-queries {self.num_queries} and --num-keys {self.num_keys}: only needles that are there can be asked for"
+                f"--num-queries {self.num_queries} and --num-keys {self.num_keys}: a prompt asks for needles that it has"
             )
 
     @property

@@ -40,13 +40,14 @@ _OUTPUT, _OUTPUT_OF_TEXT = 2**20, 16  # characters that a chat may become, likew
 
 # What takes time and memory in proportion to what it is given. Of others the square is reckoned with.
 _LINEAR = frozenset(
-    "abs attr bool boolean callable capitalize casefold copy count d default defined dict dictsort divisibleby e endswith "
-    "eq escape even false filter find first float forceescape get groupby gt ge index in int integer isalnum isalpha "
-    "isascii isdecimal isdigit isidentifier islower isnumeric isprintable isspace istitle isupper items iterable "
-    "joiner keys last le length list lower lstrip lt map mapping max min namespace ne next none number odd partition "
-    "raise_exception random range reject rejectattr removeprefix removesuffix reverse rfind rindex round rpartition rsplit "
-    "rstrip safe safe_range sameas select selectattr sequence sort split splitlines startswith strftime_now string strip "
-    "swapcase test title trim true truncate undefined unique upper values cycle cycler".split()
+    "abs attr bool boolean callable capitalize casefold copy count d default defined dict dictsort divisibleby e "
+    "endswith eq escape even false filter find first float forceescape get groupby gt ge index in int integer "
+    "isalnum isalpha isascii isdecimal isdigit isidentifier islower isnumeric isprintable isspace istitle isupper "
+    "items iterable joiner keys last le length list lower lstrip lt map mapping max min namespace ne next none "
+    "number odd partition raise_exception random range reject rejectattr removeprefix removesuffix reverse rfind "
+    "rindex round rpartition rsplit rstrip safe safe_range sameas select selectattr sequence sort split splitlines "
+    "startswith strftime_now string strip swapcase test title trim true truncate undefined unique upper values "
+    "cycle cycler".split()
 )
 
 
@@ -110,7 +111,7 @@ class _Budget:
 
 
 def size_of(value: Any) -> int:
-    """Characters of a text, bytes of a whole number, and of lists and mappings the sum: shared parts count twice."""
+    """Characters of a text, bytes of a whole number, the sum of a list or mapping; parts count each time."""
     return _size(value, {})
 
 

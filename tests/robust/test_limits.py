@@ -1,4 +1,4 @@
-"""Sizes that cannot be: every number of every verb has bounds, and is refused in one line before anything is opened."""
+"""Sizes that cannot be: every number of every verb has bounds, and what is out of them is one line before anything opens."""
 
 import math
 from dataclasses import fields, replace

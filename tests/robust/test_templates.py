@@ -1,4 +1,4 @@
-"""Chat templates that never end or write without end are refused in one line; all others render as in transformers."""
+"""Chat templates that never end or write without end are refused in one line; all others are written as transformers does."""
 
 import json
 from pathlib import Path
