@@ -61,17 +61,17 @@ def take_over() -> None:
     """Make this process a command's, for good. Where the environment cannot work it ends, with one line and exit code 2."""
     global _owned
     _owned = True
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: None)  # the thread sees it, at once and not between two bytecodes
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    threading.Thread(target=_watch, args=(reader, writer), daemon=True).start()
     for descriptor in (0, 1, 2):  # one that is closed would be given to the next file that is opened
         try:
             os.fstat(descriptor)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    threading.Thread(target=_watch, args=(reader, writer), daemon=True).start()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: None)  # the thread sees it, at once and not between two bytecodes
     sys.stdout, sys.stderr = _outliving(sys.stdout, 1), _outliving(sys.stderr, 2)
     try:
         _check_environment()

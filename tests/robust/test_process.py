@@ -1,0 +1,179 @@
+"""Commands and what surrounds them: signals at any moment, the environment of a shell, flags in a colour terminal."""
+
+import os
+import pty
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from nursery import OWN, Nursery, log
+
+from lpes_jax import hosts
+from lpes_jax.cli import run_verb
+
+READY = "import os; os.write(2, b'ready\\n'); "
+EVALUATE = (
+    OWN + READY + "from lpes_jax.evaluate.__main__ import main; from lpes_jax import process; process.ended(main(arguments))"
+)
+SMALL = ("--num-pairs", 3, "--key-length", 1, "--limit", 2, "--positions", 0, 100)
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """No flags."""
+
+
+@pytest.fixture(scope="module")
+def nursery(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    nursery = Nursery(model_folder, tmp_path_factory.mktemp("process"))
+    yield nursery
+    nursery.process.communicate()
+
+
+def lpes(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lpes_jax." + str(arguments[0]), *map(str, arguments[1:])]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | environment)
+
+
+def wait_for_ready(path: Path) -> None:
+    end = time.monotonic() + 120
+    while not (path.exists() and "ready" in path.read_text()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_signal_at_any_moment_ends_an_evaluation_with_one_line(nursery, tmp_path):
+    draw = random.Random("moments")
+    for number, moment in enumerate([0.0, *(draw.uniform(0, 4) for _ in range(5))]):
+        run = tmp_path / str(number)
+        pid = nursery.run(EVALUATE, Path(f"{run}.log"), "--model", nursery.model, *SMALL, "--output-path", run)
+        wait_for_ready(Path(f"{run}.log"))
+        time.sleep(moment)
+        os.kill(pid, signal.SIGINT)
+        code, said = nursery.wait(pid), log(run)
+        if code == 0:  # it was done before
+            assert (run / "results.json").exists()
+            continue
+        assert code == 130 and not run.exists(), said
+        assert said.splitlines()[-1] == "interrupted" and "Traceback" not in said and "ignored" not in said
+
+
+def test_a_signal_ends_even_what_swallows_every_exception(nursery, tmp_path):
+    program = OWN + READY + "import time\nwhile True:\n try: time.sleep(300)\n except BaseException: pass"
+    pid = nursery.run(program, tmp_path / "a.log")
+    wait_for_ready(tmp_path / "a.log")
+    os.kill(pid, signal.SIGTERM)
+    assert nursery.wait(pid) == 143 and (tmp_path / "a.log").read_text() == "ready\ninterrupted\n"
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux which signals a process handles")
+@pytest.mark.parametrize("moment", [0.0, 0.7])
+def test_a_signal_while_python_imports_is_one_line(moment, tmp_path):
+    command = [sys.executable, "-m", "lpes_jax.search", "--preset", "quick", "--output-path", str(tmp_path / "out")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def handles_sigterm() -> bool:  # not Python's own doing
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        [mask] = [line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")]
+        return bool(int(mask, 16) >> (signal.SIGTERM - 1) & 1)
+
+    end = time.monotonic() + 60
+    while not handles_sigterm():
+        assert time.monotonic() < end and process.poll() is None
+        time.sleep(0.002)
+    time.sleep(moment)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=60)
+    assert process.returncode == 130 and said == ("", "interrupted\n") and not (tmp_path / "out").exists()
+
+
+def test_where_the_process_is_not_ours_a_signal_is_raised(capsys):
+    def run(flags: Nothing) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(5)
+
+    assert run_verb(Nothing(), run, "", [], "search") == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.parametrize(
+    "environment, named",
+    [
+        ({"JAX_PLATFORMS": "cuda,nonsense"}, "JAX_PLATFORMS=cuda,nonsense"),
+        ({"JAX_LOG_COMPILES": "banana"}, "JAX_LOG_COMPILES"),
+    ],
+)
+def test_an_environment_that_cannot_work_is_one_line(environment, named):
+    done = lpes("doctor", **environment)
+    assert done.returncode == 2 and done.stdout == ""
+    [line] = done.stderr.splitlines()
+    assert line.startswith("error: ") and named in line
+
+
+def test_an_environment_that_changes_results_is_set_aside(model_folder, tmp_path):
+    strange = {"JAX_NUMPY_RANK_PROMOTION": "raise", "JAX_ENABLE_X64": "1", "JAX_DEBUG_NANS": "1", "COLUMNS": "1"}
+    strange |= {"MPLBACKEND": "module://matplotlib_inline.backend_inline", "PYTHONIOENCODING": "ascii", "TMPDIR": "/nowhere"}
+    done = lpes("evaluate", "--model", model_folder, *SMALL, "--output-path", tmp_path / "out[v2]", **strange)
+    assert done.returncode == 0, done.stderr
+    assert "JAX_ENABLE_X64=1" in done.stderr and "Traceback" not in done.stderr
+    assert done.stdout.isascii() and "out[v2]" in done.stdout and "+/-" in done.stdout
+    assert {"results.json", "results.md", "report.html", "positions.png"} <= set(os.listdir(tmp_path / "out[v2]"))
+
+
+def test_a_closed_pipe_changes_no_file(model_folder, tmp_path):
+    command = [sys.executable, "-m", "lpes_jax.evaluate", "--model", str(model_folder), *map(str, SMALL)]
+    command += ["--output-path", str(tmp_path / "out")]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=300)
+    os.close(writer)
+    assert done.returncode == 0 and "Broken pipe" not in done.stderr and "Traceback" not in done.stderr
+    assert {"results.json", "results.md", "report.html"} <= set(os.listdir(tmp_path / "out"))
+
+
+def test_a_deleted_working_directory_is_one_line(tmp_path):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    program = "import os, sys; os.rmdir(os.getcwd()); os.execv(sys.executable, [sys.executable, '-m', 'lpes_jax.doctor'])"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=gone, capture_output=True, text=True, timeout=300,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+    )  # fmt: skip
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "working directory is gone" in done.stderr
+
+
+def test_a_bad_flag_in_a_colour_terminal_is_one_line():
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.environ.update(TERM="xterm-256color", FORCE_COLOR="1")
+        os.execv(sys.executable, [sys.executable, "-m", "lpes_jax.evaluate", "--pairs", "3"])
+    said = b""
+    while True:
+        try:
+            read = os.read(terminal, 4096)
+        except OSError:  # how a terminal ends on Linux
+            break
+        if not read:
+            break
+        said += read
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 2
+    [line] = said.decode().strip().splitlines()
+    assert line.startswith("error: Unrecognized options: --pairs") and "\x1b" not in line and "│" not in line
+
+
+def test_who_waits_for_others_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(hosts, "_WAIT", 0.01)
+    with hosts._waiting("the other processes at a:1"):
+        time.sleep(0.2)
+    said = capsys.readouterr().err.splitlines()
+    assert said and all(line.startswith("waiting for the other processes at a:1, ") for line in said)
+    before = threading.active_count()
+    time.sleep(0.1)
+    assert capsys.readouterr().err.count("\n") <= 1 and threading.active_count() <= before  # and stops
