@@ -1,6 +1,6 @@
 """Every public name of `lpes_jax` and every verb, fed a damaged model, ids out of range, several ends of text, and a bare text.
 
-Each refuses in one line or does as all others do. A new name or verb has to stand in `DOORS`: what does not apply to it says why.
+Each refuses in one line or does as all others do. A new name or verb must stand in `DOORS`; what does not apply to it says why.
 """
 
 import csv
