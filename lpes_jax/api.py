@@ -19,8 +19,8 @@ from lpes_jax.rope import Granularity, RopeTable, is_traced
 from lpes_jax.same_model import check_model
 from lpes_jax.tasks.prompts import token_ids
 
-Tokens = Array | np.ndarray | Sequence[Sequence[int]]
-Factors = LayerFactors | Array | np.ndarray | Sequence[float] | None
+Tokens = Array | np.ndarray | Sequence[Any]  # whole numbers [B, T]; what else there is is refused by name
+Factors = LayerFactors | Array | np.ndarray | Sequence[Any] | None
 
 
 def logits(
