@@ -23,9 +23,7 @@ TEXTS = [text for _, text in hard_texts()]
 
 def odd() -> Tokenizer:
     """Nobody's pipeline: lower case, NFKC, a prefix space, and words cut at white space and punctuation."""
-    vocabulary = {
-        token: index for index, token in enumerate(["<unk>", "<s>", "</s>", *"Ġabcdefghijklmnopqrstuvwxyz0123456789.,'"])
-    }
+    vocabulary = {token: index for index, token in enumerate(["<none>", *"Ġabcdefghijklmnopqrstuvwxyz0123456789.,'"])}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<none>"))
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase(), normalizers.Strip()])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
