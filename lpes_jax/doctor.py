@@ -14,7 +14,7 @@ Exit code 0 if every check passes, 1 if one fails, 2 if the model cannot be load
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -35,8 +35,11 @@ from lpes_jax.models.llama import Loaded, load
 from lpes_jax.models.llama.attention import runs_on_cudnn
 from lpes_jax.models.llama.checkpoint import Checkpoint, open_checkpoint, save_llama
 from lpes_jax.models.llama.generate import greedy
+from lpes_jax.models.llama.gguf import GgufFile
+from lpes_jax.models.llama.hard_texts import hard_texts
 from lpes_jax.models.llama.method import of_table
 from lpes_jax.models.llama.model import Llama
+from lpes_jax.models.llama.tokenizer import added_by_settings, embedded_tokenizer, own_tokenizer
 from lpes_jax.models.zoo import resolve
 from lpes_jax.report.tables import Grid, show
 from lpes_jax.rope import cos_sin
@@ -157,6 +160,7 @@ def self_checks(loaded: Loaded, settings: DoctorSettings) -> Iterator[Check]:
     yield _cached_is_full(model, tokens, dtype)
     yield _factor_1_changes_nothing(model, tokens)
     yield _padded_is_single(model, tokens, dtype)
+    yield from _tokens_are_the_files(loaded, resolve(settings.model))
     if settings.compare_with_transformers:
         yield from _transformers_agrees(loaded, tokens, settings)
 
@@ -228,6 +232,39 @@ def _tokens_fit(loaded: Loaded) -> Check:
     tokens, rows = len(loaded.tokenizer), loaded.model.config.vocab_size
     unused = f", {rows - tokens:,} rows without a token" if rows > tokens else ""
     return Check("every token has an embedding", tokens <= rows, f"{tokens:,} tokens, {rows:,} rows{unused}")
+
+
+def _tokens_are_the_files(loaded: Loaded, path: Path) -> Iterator[Check]:
+    """Hard texts through the loaded tokenizer, through tokenizer.json, and through the vocabulary of a .gguf file beside it."""
+    folder = path if path.is_dir() else path.parent
+    if not (folder / "tokenizer.json").exists():
+        return
+    own, tokenizer = own_tokenizer(folder), loaded.tokenizer
+    own.encode_special_tokens = tokenizer.split_special_tokens
+    added = [token.content for token in added_by_settings(own, tokenizer)]  # found in a text by the loaded one alone
+    texts = [(kind, text) for kind, text in hard_texts() if not any(token in text for token in added)]
+    yield _same_ids(
+        "tokens are those of tokenizer.json", tokenizer, texts, lambda text: own.encode(text, add_special_tokens=False).ids
+    )
+    if path.suffix != ".gguf" or (embedded := embedded_tokenizer(path)) is None:
+        return
+    if GgufFile.open(path).metadata["tokenizer.ggml.model"] == "llama":  # SentencePiece: see tokenizer.py on spaces
+        special = (" ", "▁", *tokenizer.added_tokens_encoder)
+        texts = [
+            (kind, text) for kind, text in texts if not text.startswith(special) and not any(t in text for t in special[2:])
+        ]
+    yield _same_ids(
+        "tokens are those of the .gguf file", tokenizer, texts, lambda text: embedded.encode(text, add_special_tokens=False)
+    )
+
+
+def _same_ids(name: str, tokenizer: Any, texts: list[tuple[str, str]], other: Callable[[str], list[int]]) -> Check:
+    """Whether `tokenizer` and `other` give the same ids, without BOS, for each (kind, text)."""
+    different = [(kind, text) for kind, text in texts if tokenizer.encode(text, add_special_tokens=False) != other(text)]
+    measured = f"{len(texts) - len(different)} of {len(texts)} hard texts have the same ids"
+    if different:
+        measured += f", not some with {', '.join(sorted({kind for kind, _ in different}))}"
+    return Check(name, not different, measured)
 
 
 def _transformers_agrees(loaded: Loaded, tokens: list[int], settings: DoctorSettings) -> Iterator[Check]:

@@ -76,7 +76,8 @@ KEYS: dict[str, None | str | tuple[Any, ...]] = {
     "vocab_size": "token_embd.weight has a row for each token", "tensor_data_layout": _LABEL, "pooling_type": "for embeddings",
     "attention.layer_norm_epsilon": "the norms are RMS norms", "classifier.output_labels": _LABEL,
 
-    "attention.causal": (True,), "use_parallel_residual": (False,), "rope.dimension_sections": ((),), "swin_norm": (False,),
+    "attention.causal": (True,), "use_parallel_residual": (False,), "rope.dimension_sections": ((0, 0, 0, 0),),
+    "swin_norm": (False,),
     "attention.scale": (0.0,), "attention.output_scale": (0.0, 1.0), "logit_scale": (0.0, 1.0), "residual_scale": (0.0, 1.0),
     "embedding_scale": (0.0, 1.0), "attention.clamp_kqv": (0.0,), "attention.max_alibi_bias": (0.0,),
     "attention.temperature_scale": (0.0,), "attention.temperature_length": (0,), "attn_logit_softcapping": (0.0,),

@@ -101,6 +101,14 @@ def load_tokenizer(path: Path) -> "transformers.PreTrainedTokenizerFast":
     return _from_gguf(GgufFile.open(path))
 
 
+def embedded_tokenizer(path: Path) -> "transformers.PreTrainedTokenizerFast | None":
+    """The tokenizer inside a .gguf file, whatever lies beside it; None where it is of a kind that is not known here."""
+    try:
+        return _from_gguf(GgufFile.open(path))
+    except UserError:
+        return None
+
+
 def encode_text(tokenizer: "transformers.PreTrainedTokenizerFast", text: str) -> list[int]:
     """The ids of a whole prompt, with one BOS before it where the tokenizer puts one (or a chat template already wrote it)."""
     ids = tokenizer.encode(text, add_special_tokens=True)
