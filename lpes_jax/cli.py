@@ -231,4 +231,4 @@ def _check_paths(flags: Any, arguments: Sequence[str]) -> None:
             os.lstat(path)
         except OSError as error:
             if error.errno == errno.ENAMETOOLONG:
-                raise UserError(f"{flag} {path}: {error.strerror}; give another path") from error
+                raise UserError(f"{flag} {str(path):.60}...: {error.strerror}; give another path") from error

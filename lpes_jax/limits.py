@@ -9,6 +9,7 @@ checked where that is known.
 
 import numbers
 import os
+import re
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -60,9 +61,13 @@ BOUNDS: dict[str, Bound] = {
     "num_layers": Bound(0, MOST_LAYERS, "layers of a model"),
     "bands": Bound(0, 4096, "bands of a head"),
     "control_points": Bound(1, MOST_LAYERS, "points of the curve"),
-    "min_factor": Bound(1e-6, 1e6, "a factor"),
+    "min_factor": Bound(0, 1e6, "a factor"),  # 0 for multipliers alone: see search_space
     "max_factor": Bound(1e-6, 1e6, "a factor"),
-    "initial_factor": Bound(1e-6, 1e6, "a factor"),
+    "initial_factor": Bound(0, 1e6, "a factor"),
+    "min_gain": Bound(0, 1e6, "a gain"),
+    "max_gain": Bound(1e-6, 1e6, "a gain"),
+    "initial_gain": Bound(0, 1e6, "a gain"),
+    "prune": Bound(0, 1, "a share of the learning rate"),
     "initial_points": Bound(0, 1e6, "layers and factors"),
     "x_step": Bound(0, MOST_LAYERS, "layers"),
     "y_step": Bound(0, 1e6, "a difference of factors"),
@@ -116,7 +121,10 @@ def check_bounds(settings: Any, prefix: str = "--") -> None:
     for field in fields(settings):
         flag = flag_of(field.name, prefix)
         for value in _leaves(getattr(settings, field.name)):
-            if field.name in kinds and field.name in BOUNDS:
+            if isinstance(value, str) and field.name in kinds and (ends := re.fullmatch(r"(\d{1,9}):(\d{1,9})", value)):
+                for end in map(int, ends.groups()):  # lengths from a range
+                    check_number(flag, end, BOUNDS[field.name], kinds[field.name])
+            elif field.name in kinds and field.name in BOUNDS:
                 check_number(flag, value, BOUNDS[field.name], kinds[field.name])
             elif isinstance(value, str | Path):
                 _check_text(flag, value, is_path=isinstance(value, Path) or field.name == "model")

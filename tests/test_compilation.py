@@ -95,13 +95,13 @@ def test_commands_keep_programs_and_an_import_does_not(tmp_path):
     chosen = {name: value for name, value in os.environ.items() if not name.startswith("JAX_COMPILATION")}
     code = "import os, lpes_jax, lpes_jax.search.__main__ as it; print(os.listdir(os.environ['LPES_JAX_CACHE'])); it.main()"
     done = subprocess.run(
-        [sys.executable, "-c", code, "--limit", "0"],
+        [sys.executable, "-c", code, "--model", str(tmp_path / "nowhere")],
         env=chosen | {"LPES_JAX_CACHE": str(tmp_path)},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.stdout == "[]\n" and "--limit must be at least 1" in done.stderr
+    assert done.stdout == "[]\n" and "nowhere" in done.stderr
     assert (tmp_path / "compiled").is_dir()
 
 

@@ -78,7 +78,7 @@ def collectives(mesh, size):
     scorer, by_trees = scorers[mesh], size < mesh.shape["population"]
     plan = scorer._plan("trees" if by_trees else "individuals")
     factors = put(np.ones((size, 3), np.float32), scorer._everywhere if by_trees else scorer._by_population)
-    inputs = scorer.model, plan.passes[0].batch, factors, scorer._table, "layer", mesh, by_trees
+    inputs = scorer.model, plan.passes[0].batch, factors, factors, scorer._table, "layer", "layer", mesh, by_trees
     lines = scoring._sharded_scores.lower(*inputs).compile().as_text().splitlines()
     kinds = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
     return [line for line in lines if re.search(rf" ({kinds})(-start)?[(]", line)]

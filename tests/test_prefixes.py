@@ -257,13 +257,13 @@ def test_few_individuals_are_scored_by_few_programs(tiny_model, monkeypatch):
 
 def test_generation_compiles_another_width_where_that_is_worth_it(tiny_model, monkeypatch):
     prompts = [prompt.ids for length in (20, 150) for prompt in haystacks(1, length=length, count=2)]
-    run, widths = generation.greedy, []
+    run, widths = generation.continuation, []
 
     def noted(model, tokens, *more):
         widths.append(tokens.shape[1])
         return run(model, tokens, *more)
 
-    monkeypatch.setattr(generation, "greedy", noted)
+    monkeypatch.setattr(generation, "continuation", noted)
     wanted = generate_ids(tiny_model, prompts, max_new_tokens=3, batch_size=2)
     assert len(set(widths)) == 1  # a program costs more than all of these prompts
     monkeypatch.setattr(generation, "tokens_of_a_compilation", lambda model: 100)
@@ -274,13 +274,13 @@ def test_generation_compiles_another_width_where_that_is_worth_it(tiny_model, mo
 def test_generation_that_runs_out_of_memory_goes_on_with_fewer_prompts(tiny_model, monkeypatch):
     prompts = [prompt.ids for prompt in haystacks(1, length=20, count=5)]
     wanted = generate_ids(tiny_model, prompts, max_new_tokens=3)
-    run, sizes = generation.greedy, []
+    run, sizes = generation.continuation, []
 
     def in_little_memory(model, tokens, *more):
         sizes.append(len(tokens))
         return jnp.zeros(2**44) if len(tokens) > 2 else run(model, tokens, *more)
 
-    monkeypatch.setattr(generation, "greedy", in_little_memory)
+    monkeypatch.setattr(generation, "continuation", in_little_memory)
     assert generate_ids(tiny_model, prompts, max_new_tokens=3) == wanted
     assert sizes == [5, 3, 2, 2, 2]
 

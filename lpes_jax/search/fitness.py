@@ -293,13 +293,11 @@ class Fitness:
         drafts = [
             draft | row.record | {"cached": known} for draft, row, known in zip(drafts[:fits], rows, cached, strict=False)
         ]
-        positions = [str(position) for position in self.positions]
+        parts = [group.title for group in self.groups] or [str(position) for position in self.positions]  # of an accuracy
         recorded = self.folder.recorded[len(self.records) : len(self.records) + len(drafts)]
         for draft, record in zip(drafts, recorded, strict=False):
             self.folder.must_continue(draft, record)
-            self.folder.must_continue(
-                {"id": record["id"], "positions": positions}, record | {"positions": list(record["accuracy"])}
-            )
+            self.folder.must_continue({"id": record["id"], "parts": parts}, record | {"parts": list(record["accuracy"])})
         if len(recorded) == len(drafts):
             new = [record for record in recorded if not record["cached"]]
             self.evaluations += len(new)

@@ -248,8 +248,20 @@ def _wrong_in(record: dict[str, Any]) -> str | None:
     return f"no line of a history ({wrong[0]} is {record[wrong[0]]!r:.60})" if wrong else None
 
 
-def _by_position(value: Any) -> bool:
-    return isinstance(value, dict) and all(number is None or is_number(number) for number in value.values())
+def _by_position(value: Any, *, nulls: bool = True) -> bool:
+    """Numbers by position, or such records by the tasks of a mixture."""
+    if isinstance(value, dict) and value and all(isinstance(of_task, dict) for of_task in value.values()):
+        return all(_by_position(of_task, nulls=nulls) for of_task in value.values())
+    return isinstance(value, dict) and all((nulls and number is None) or is_number(number) for number in value.values())
+
+
+def _factors(value: Any) -> bool:
+    """Lists of numbers, or of null for a frequency that stands still."""
+
+    def numbered(part: Any) -> Any:
+        return [numbered(inner) for inner in part] if isinstance(part, list) else 1.0 if part is None else part
+
+    return is_array(numbered(value)) and bool(value)
 
 
 def _numbers(value: Any) -> bool:
@@ -258,9 +270,10 @@ def _numbers(value: Any) -> bool:
 
 _RIGHT: dict[str, Callable[[Any], bool]] = {
     "fitness": lambda value: value is None or is_number(value),
-    "factors": lambda value: is_array(value) and bool(value),
+    "factors": _factors,
+    "gains": lambda value: is_array(value) and bool(value),
     "cached": lambda value: isinstance(value, bool),
-    "accuracy": lambda value: _by_position(value) and None not in value.values(),
+    "accuracy": lambda value: _by_position(value, nulls=False),
     "log_likelihood": _by_position,
     "values": lambda value: isinstance(value, str),
     "raced": lambda value: is_number(value) and 0 < value <= 1,

@@ -303,6 +303,8 @@ def check(settings: SearchSettings) -> None:
             raise UserError(f"{several}: --fitness metric is of one task; use accuracy or log_likelihood")
     if settings.race and settings.fitness == "metric":
         raise UserError("--race: --fitness metric has individuals one by one generate text on all questions; leave --race out")
+    if settings.parameter != "multiplier" and settings.min_factor == 0:
+        raise UserError("--min-factor must be above 0, got 0.0; --parameter multiplier takes 0")
     if settings.parameter == "log" and settings.algorithm != "gradient":
         raise UserError(f"--parameter log is how Adam moves; --algorithm {settings.algorithm} takes factor or multiplier")
     if settings.parameter == "log" and settings.box == "sigmoid":

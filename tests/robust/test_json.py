@@ -375,7 +375,7 @@ DAMAGED_RUNS = {
     "config is deep": (written("config.json", BAD["braces"]), "config.json: not a JSON file"),
     "config of NaN": (written("config.json", '{"a": NaN}'), "config.json: not a JSON file"),
     "results are a list": (written("results.json", "[]"), "results.json: must be an object in JSON, got a list"),
-    "factors are a list": (written("factors.json", "[]"), "factors.json: not a lpes-factors/1 file"),
+    "factors are a list": (written("factors.json", "[]"), "factors.json: not a lpes-factors/2 file"),
     "search is a list": (
         written("factors.json", json.dumps(FACTORS | {"search": []})),
         "factors.json: search must be an object",

@@ -60,7 +60,7 @@ def refused(path: Path, message: str, **changes: Any) -> None:
         ([[0, 1], [1, 1], [3, 1], [30, 1]], "control point 3 has x 30; x goes from 0 to 5"),
         ([[0, 1], [1, 1], [math.nan, 1], [5, 1]], "control_points of the curve must be lists of finite numbers"),
         ([[0, 1], [1, 1], ["a", 1], [5, 1]], "control_points of the curve must be lists of finite numbers"),
-        ([[0, 1], [1, 1], [3], [5, 1]], "holds no 4 control points"),
+        ([[0, 1], [1, 1], [3], [5, 1]], "control_points of the curve must be lists of finite numbers"),
         ([[0, 1], [1, 1], None, [5, 1]], "control_points of the curve must be lists of finite numbers"),
         ([[0, 1], [5, 1]], "holds no 4 control points"),
         ([0, 1, 3, 5], "holds no 4 control points"),

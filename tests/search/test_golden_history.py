@@ -4,7 +4,7 @@ It was recorded on a CPU (float32) by `python tests/search/test_golden_history.p
 or of the model that is not meant to change results leaves it as it is.
 
 Ids, operators, parents and verdicts are the same; so are the GA's control points, which lie on a lattice. The control points of
-the other two and log-likelihoods come of float arithmetic, which other processors round otherwise: they agree within 1e-5
+the other two and log-likelihoods come of float arithmetic, which other processors round otherwise: they agree within 5e-5
 (of their size, where that is above 1).
 """
 
@@ -23,7 +23,7 @@ from lpes_jax.tasks.flags import task_of
 
 pytestmark = pytest.mark.promotes
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "history.json"
-TOLERANCE = 1e-5
+TOLERANCE = 5e-5
 ROUNDED = 2e-4  # of the log-likelihoods by position, which the history has with four digits; as a fitness they have nine
 SMALL = {
     **{"num_pairs": 4, "key_length": 8, "limit": 4, "test_limit": 4, "uniform_candidates": 1, "seed": 7},

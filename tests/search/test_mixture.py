@@ -284,6 +284,10 @@ def test_genetic_search_on_a_mixture(folder, guesser, tokenizer, tmp_path, fitne
             of_tasks = [np.dot(w, list(it.values())) for w, it in zip(weights, likelihoods, strict=True)]
             assert line["fitness"] == pytest.approx(np.dot(mixture.weights, of_tasks), abs=1e-3)
     assert result.selection["tasks"].keys() == set(mixture.titles)
+    (tmp_path / "run/results.json").unlink(missing_ok=True)
+    lines = (tmp_path / "run/history.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "run/history.jsonl").write_text("".join(lines[:-2]))
+    assert run(replace(settings, resume=True), guesser, tokenizer)[0] == history
 
 
 def test_every_task_has_its_own_results(folder, model_folder, tmp_path):

@@ -93,7 +93,7 @@ def test_losses_of_lengths_count_alike_and_the_gate_is_by_quarter(tiny_model):
         assert look.text_loss == pytest.approx(np.mean(look.text_losses))
         assert look.loss == pytest.approx(look.task_losses[0] + 0.5 * look.text_loss, rel=1e-5)
         rises = np.subtract(look.text_quarters, looks[0].text_quarters)
-        assert look.allowed == bool((rises <= 0).all()) and np.allclose(rises, np.subtract(quarters, start), atol=1e-5)
+        assert look.allowed == bool((rises <= 0).all()) and np.allclose(rises, np.subtract(quarters, start), atol=1e-4)
     # Some look has a better text on the whole, and is refused for a quarter that got worse.
     assert any(not look.allowed and look.text_losses[1] < looks[0].text_losses[1] for look in looks)
     assert best.allowed
