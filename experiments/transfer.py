@@ -123,7 +123,7 @@ def measure(
         scores[title] = _scores(outcome)
     if f.text is not None and not candidate.plain:
         windows = Perplexity(data=f.text, window=f.text_window).windows(loaded.tokenizer, "test")[: f.text_limit]
-        nlls = text_nlls(model, windows, candidate, f.batch_size or 4)
+        nlls = text_nlls(model, windows, candidate, 4 if f.batch_size is None else f.batch_size)
         nats = [float(nll[window.scored :].mean()) for window, nll in zip(windows, nlls, strict=True)]
         scores[TEXT] = {"metric": "nats a token", "scores": [[value] for value in nats]}
     return {"targets": scores}
