@@ -138,7 +138,15 @@ def measure(
             batch_size=f.batch_size,
         )
         scores[title] = _scores(outcome)
+        if "f1" in outcome.scores:
+            scores[f"{title}, F1"] = {"metric": "f1", "scores": outcome.scores["f1"].tolist()}
+    for title, path, window in text_targets(f):
+        if candidate.plain:
+            continue
+        windows = spaced(Perplexity(data=path, window=window).windows(loaded.tokenizer, "test"), f.text_limit)
         nlls = text_nlls(model, windows, candidate, max(1, 2048 // window) if f.batch_size is None else f.batch_size)
+        quarters = [np.array_split(nll[part.scored :], QUARTERS) for part, nll in zip(windows, nlls, strict=True)]
+        scores[title] = {"metric": "nats a token", "scores": [[float(part.mean()) for part in of] for of in quarters]}
     return {"targets": scores}
 
 
