@@ -61,7 +61,7 @@ def parse_json(
         )
         _check_depth(value)
         if _HALF_A_PAIR.search(text if isinstance(text, str) else text.decode("utf-8", "replace")):
-            json.dumps(value, ensure_ascii=False).encode()
+            json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogateescape")  # which stands for a byte of a path
     except RecursionError as error:
         raise UserError(f"{where}: {what} (more than {MOST_DEPTH} brackets within brackets){hint}") from error
     except UnicodeEncodeError as error:

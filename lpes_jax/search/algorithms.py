@@ -180,6 +180,8 @@ class Gradient:
             return stay_close * jnp.stack([jnp.square(values - 1).mean() for values in of_layers]).sum()
 
         def on_look(look: Look, state: State) -> None:
+            if look.step == 0 and not math.isfinite(look.loss):
+                raise LossNotFinite("the loss is not finite at the start; try --dtype float32, or another --initial-factor")
             numbers = Numbers(*(np.asarray(value, np.float64) for value in self.values(look.parameters)))
             found = Individuals.of(*self.space.individual(Numbers(*(value.astype(np.float32) for value in numbers))))
             good = look.allowed and math.isfinite(look.loss)
@@ -209,8 +211,6 @@ class Gradient:
                 told = (f"{group.title} {loss:.3f} ({100 * right:.0f} % right)" for group, loss, right in named)
                 losses = f"(nats an answer): {'; '.join(told)}"
             fitness.progress.note(f"step {look.step}/{self.gradient.steps}  loss on held-back questions {losses}{text}")
-            if record["fitness"] is None and look.step == 0:
-                raise LossNotFinite("the loss is not finite at the start; try --dtype float32, or another --initial-factor")
             fitness.stop.check()
 
         try:

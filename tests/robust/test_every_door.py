@@ -190,11 +190,11 @@ class OfFactors(Door):
     nan = "holds numbers, and runs no model"
 
     def ids(self, at: Folders) -> None:
-        for bad in (0, -1, np.nan, np.inf, 1e-38, 1e39):
+        for bad in (0, -1, np.nan, -np.inf, 1e-38, 1e39):
             refused("factors must be", lambda bad=bad: lj.LayerFactors(np.array([1.0, bad])))
 
     def text(self, at: Folders) -> None:
-        refused("factors must be numbers", lambda: lj.LayerFactors(["AB", "CD"]))  # type: ignore[arg-type]
+        refused("factors must be numbers", lambda: lj.LayerFactors(np.array(["AB", "CD"])))
 
 
 class ScaleLayers(Door):

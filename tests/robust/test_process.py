@@ -150,10 +150,11 @@ def test_a_deleted_working_directory_is_one_line(tmp_path):
 
 
 def test_a_bad_flag_in_a_colour_terminal_is_one_line():
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.environ.update(TERM="xterm-256color", FORCE_COLOR="1")
-        os.execv(sys.executable, [sys.executable, "-m", "lpes_jax.evaluate", "--pairs", "3"])
+    terminal, its_end = pty.openpty()
+    command = [sys.executable, "-m", "lpes_jax.evaluate", "--pairs", "3"]
+    environment = os.environ | {"TERM": "xterm-256color", "FORCE_COLOR": "1"}
+    process = subprocess.Popen(command, stdin=its_end, stdout=its_end, stderr=its_end, env=environment)
+    os.close(its_end)
     said = b""
     while True:
         try:
@@ -163,7 +164,8 @@ def test_a_bad_flag_in_a_colour_terminal_is_one_line():
         if not read:
             break
         said += read
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 2
+    os.close(terminal)
+    assert process.wait() == 2
     [line] = said.decode().strip().splitlines()
     assert line.startswith("error: Unrecognized options: --pairs") and "\x1b" not in line and "│" not in line
 
