@@ -413,10 +413,9 @@ class Scorer:
         # The admitted answers of a prompt: right if one is, as likely as all together.
         first_rows = np.searchsorted(self._prompt_of_row, np.arange(self.num_prompts))
         log_likelihood = np.where(np.isfinite(log_likelihood), log_likelihood, np.float32(np.nan))
-        return Scores(
-            np.logical_or.reduceat(correct, first_rows, axis=1),
-            np.logaddexp.reduceat(log_likelihood, first_rows, axis=1),
-        )
+        with np.errstate(invalid="ignore"):  # NaN stays NaN
+            together = np.logaddexp.reduceat(log_likelihood, first_rows, axis=1)
+        return Scores(np.logical_or.reduceat(correct, first_rows, axis=1) & np.isfinite(together), together)
 
 
 class OptionScorer:
@@ -481,7 +480,8 @@ class OptionScorer:
         log_likelihood = np.empty(correct.shape, np.float32)
         for at, (start, end, gold) in enumerate(zip(self._starts[:-1], self._starts[1:], self._gold, strict=True)):
             options = of_option[:, start:end]
-            log_likelihood[:, at] = options[:, gold] - np.logaddexp.reduce(options, axis=1)
+            with np.errstate(invalid="ignore"):  # NaN stays NaN
+                log_likelihood[:, at] = options[:, gold] - np.logaddexp.reduce(options, axis=1)
             correct[:, at] = (options.argmax(axis=1) == gold) & np.isfinite(log_likelihood[:, at])
         on_prompts(correct.size)
         return Scores(correct, log_likelihood)

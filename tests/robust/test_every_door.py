@@ -194,7 +194,7 @@ class OfFactors(Door):
             refused("factors must be", lambda bad=bad: lj.LayerFactors(np.array([1.0, bad])))
 
     def text(self, at: Folders) -> None:
-        refused("factors must be numbers", lambda: lj.LayerFactors(["AB", "CD"]))  # type: ignore[arg-type]
+        refused("factors must be numbers", lambda: lj.LayerFactors(np.array(["AB", "CD"])))
 
 
 class ScaleLayers(Door):
