@@ -437,7 +437,7 @@ class Scorer:
         log_likelihood = np.where(np.isfinite(log_likelihood), log_likelihood, np.float32(np.nan))
         with np.errstate(invalid="ignore"):  # NaN stays NaN
             together = np.logaddexp.reduceat(log_likelihood, first_rows, axis=1)
-        return Scores(np.logical_or.reduceat(correct, first_rows, axis=1), together)
+        return Scores(np.logical_or.reduceat(correct, first_rows, axis=1) & np.isfinite(together), together)
 
 
 class OptionScorer:

@@ -113,8 +113,8 @@ def test_an_evaluation_is_an_error_and_no_percentage(tiny_model, tokenizer, metr
 
 
 def test_factors_are_blamed_only_where_the_model_is_sound(tiny_model, tokenizer):
-    # Frequencies of 1e20 and more: finite as they are, beyond float32 with positions divided by 1e-20.
-    config = replace(tiny_model.config, rope=RopeParameters(rope_theta=1e-40))
+    # Frequencies of up to 3e22: finite as they are, beyond float32 where positions are divided by 1e-20.
+    config = replace(tiny_model.config, rope=RopeParameters(rope_theta=1e-30))
     fast = changed(tiny_model, lambda model: setattr(model, "config", config))
     factors = lj.LayerFactors.uniform(1e-20, 3)
     said = r"the logits are not finite with these factors \(.*1e-20 1e-20 1e-20\): first in layer 0; use factors nearer to 1"

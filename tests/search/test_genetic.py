@@ -390,7 +390,7 @@ def test_every_candidate_satisfies_equations_9_and_10(num_layers, points, parent
         ({"num_layers": 0}, ["--control-points 4", "0 layers"]),
         ({"num_layers": 1, "x_step": 0.0}, ["--control-points 4", "1 layers"]),
         ({"min_factor": 2.0}, ["--min-factor 2.0", "--max-factor 2.0"]),
-        ({"min_factor": 0.0}, ["--min-factor", "got 0.0"]),
+        ({"min_factor": 0.0}, ["--min-factor 0.0", "above 0"]),
         ({"max_factor": 0.9}, ["--max-factor 0.9"]),
         ({"max_factor": math.inf}, ["--max-factor", "inf"]),
         ({"max_factor": 2.05}, ["--max-factor 2.05", "--y-step 0.1"]),
