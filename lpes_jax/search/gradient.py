@@ -375,6 +375,11 @@ def _placed(tree: Any, mesh: Mesh | None, spec: PartitionSpec = EVERYWHERE) -> A
     return tree if mesh is None else put(tree, NamedSharding(mesh, spec))
 
 
+def rises_within(bound: float | None, losses: Sequence[float], first: Sequence[float]) -> bool:
+    """Whether no text loss (nats a token; the whole, or each quarter) lies more than `bound` above its first value."""
+    return bound is None or all(now - start <= bound for now, start in zip(losses, first, strict=True))
+
+
 def _look(
     goal: _Goal,
     mesh: Mesh | None,
@@ -413,12 +418,10 @@ def _look(
     if of_texts:
         of_text = float(np.mean(of_texts)) if len(of_texts) > 1 else of_texts[0]
         loss += settings.text_weight * of_text
-    rises = [0.0]
-    if before is not None and quarters:
-        rises = [now - first for now, first in zip(quarters, before.first_text_quarters, strict=True)]
-    elif before is not None:
-        rises = [of_text - before.first_text_loss]
-    allowed = settings.max_text_loss_rise is None or all(rise <= settings.max_text_loss_rise for rise in rises)
+    now_and_first = [], []
+    if before is not None:
+        now_and_first = (quarters, before.first_text_quarters) if quarters else ([of_text], [before.first_text_loss])
+    allowed = rises_within(settings.max_text_loss_rise, *now_and_first)
     several = tuple(of_texts) if len(of_texts) > 1 else ()
     return Look(number, train_loss, loss, tuple(losses), tuple(accuracies), of_text, allowed, parameters, several, quarters)
 
