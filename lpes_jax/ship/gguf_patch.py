@@ -1,15 +1,18 @@
-"""`--to gguf`: a copy of a .gguf file with the gains in its query weights, for llama.cpp and all that is built on it.
+"""`--to gguf`: a copy of a .gguf file with the factors in it, for llama.cpp and all that is built on it.
 
     rounding = patch_gguf(Path("model.gguf"), Path("model-lpes.gguf"), factors)
 
-Nothing is quantised anew. A block of a quantised tensor holds float16 scales that all of its weights are multiplied by, and a
-block lies within one row: multiplying the scales of a row by its gain multiplies the row, but for the rounding of the scales.
-Query rows, their bias, or the weights of the queries' norm (qwen3) are all that changes.
+Gains go into the query weights, and nothing is quantised anew. A block of a quantised tensor holds float16 scales that all of
+its weights are multiplied by, and a block lies within one row: multiplying the scales of a row by its gain multiplies the row,
+but for the rounding of the scales. Query rows, their bias, or the weights of the queries' norm (qwen3) are all that changes.
 
 Factors, which change RoPE's frequencies, go into a file where llama.cpp has a place for them, and it has one for all layers:
 
-    llama                    rope_freqs.weight, one divisor a frequency; those that are there (Llama 3.1) are multiplied
-    qwen2, qwen3, phi3       rope.scaling.factor, one divisor for all frequencies, where the file has no scaling of its own
+    llama           rope_freqs.weight: one divisor a frequency
+    phi3            rope_factors_long.weight and rope_factors_short.weight, the same
+    qwen2, qwen3    rope.scaling.factor: one divisor for all frequencies, where the file has no scaling of its own
+
+Divisors that are there (Llama 3.1, Phi-3 with a long window) are multiplied.
 
 Header and data are copied as bytes: keys and tensors are added behind those that are there, and the tensors move as a whole.
 The copy is made by this module and not by the `gguf` package's writer, which would write every key anew from its Python value.
@@ -24,19 +27,19 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from gguf import GGML_QUANT_SIZES
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from jaxtyping import Float, Shaped, UInt8
 
 from lpes_jax.errors import UserError
 from lpes_jax.factors import LayerFactors
 from lpes_jax.gains import head_gains, norm_gains, query_gains
-from lpes_jax.models.llama.checkpoint import GgufCheckpoint, check_tensors
+from lpes_jax.models.llama.checkpoint import Checkpoint, GgufCheckpoint, check_tensors
 from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.gguf import GgufFile, TensorInfo, align
 from lpes_jax.models.llama.gguf_model import permute
@@ -51,10 +54,34 @@ SCALES: dict[str, tuple[int, ...]] = {
     "IQ4_XS": (0,), "TQ1_0": (52,), "TQ2_0": (64,),
 }  # fmt: skip
 PLAIN = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
-_ROPE_FREQS = "rope_freqs.weight"
+# Tensors that llama.cpp divides RoPE's frequencies by, by architecture. (It takes the long ones for a context beyond the
+# trained window.)
+_DIVISORS = {"llama": ("rope_freqs.weight",), "phi3": ("rope_factors_long.weight", "rope_factors_short.weight")}
 _STANDS_STILL = 1e14  # a divisor after which no position of any model turns by an angle that float32 tells from 0
 _CHUNK_BYTES, _COPIED_BYTES = 2**20, 2**24
 _STRING, _FLOAT32 = 8, 6  # value types of GGUF
+
+
+def write_gguf_folder(
+    checkpoint: Checkpoint,
+    tokenizer: Any,
+    folder: Path,
+    factors: LayerFactors,
+    *,
+    found_for: dict[str, Any],
+    copy: bool = False,
+    self_test: bool = True,
+) -> list[str]:
+    """Fill an empty folder with NAME-lpes.gguf, the patched file; what to say of it, by line, with {out} for its path."""
+    if not isinstance(checkpoint, GgufCheckpoint):
+        raise UserError(
+            f"--to gguf copies a .gguf file, and --model {checkpoint.path} is a folder; give --to hf, and convert what it "
+            "writes with llama.cpp's convert_hf_to_gguf.py"
+        )
+    name = f"{checkpoint.path.stem}-lpes.gguf"
+    rounding = patch_gguf(checkpoint.path, folder / name, factors, {"lpes.factors_sha256": factors.sha256}, "--factors")
+    factors.save(folder / "factors.json")
+    return [*rounding.lines(), f"try it where llama.cpp is: llama-cli -m {{out}}/{name}"]
 
 
 @dataclass(frozen=True)
@@ -99,11 +126,12 @@ def patch_gguf(
     check_tensors(checkpoint)
     factors.for_model(config.num_layers, config.num_kv_heads, config.rotary_dim, where)
     keys: dict[str, str | float] = dict(metadata or {})
-    divisors, rates = None, None
+    divisors: dict[str, Float[np.ndarray, "half"]] = {}
+    rates = None
     if (of_frequency := _shared_rates(factors, config, where)) is not None:
-        if gguf.metadata["general.architecture"] == "llama":
+        if gguf.metadata["general.architecture"] in _DIVISORS:
             divisors = _divisors(gguf, config, of_frequency)
-            rates = f"{_ROPE_FREQS}, {len(divisors)} divisors"
+            rates = f"{' and '.join(divisors)}, {len(of_frequency)} divisors"
         else:
             keys |= _linear_scaling(gguf, config, of_frequency, where)
             rates = f"rope.scaling.factor {of_frequency[0]:.9g}"
@@ -114,9 +142,9 @@ def patch_gguf(
         with open(source, "rb") as old, open(target, "xb") as new:
             moved = _copy(gguf, old, new, keys, divisors)
             measured = [_multiply(gguf, tensor, gains, old, new, tensor.offset + moved) for tensor, gains in changes]
-            if divisors is not None and _ROPE_FREQS in gguf.tensors:
-                new.seek(gguf.tensors[_ROPE_FREQS].offset + moved)
-                new.write(divisors.tobytes())
+            for name in divisors.keys() & gguf.tensors.keys():
+                new.seek(gguf.tensors[name].offset + moved)
+                new.write(divisors[name].tobytes())
             new.flush()
             os.fsync(new.fileno())
     except FileExistsError:
@@ -149,21 +177,20 @@ def _shared_rates(factors: LayerFactors, config: LlamaConfig, where: str) -> Flo
     return rates[0]
 
 
-def _divisors(gguf: GgufFile, config: LlamaConfig, rates: Float[np.ndarray, "half"]) -> Float[np.ndarray, "half"]:
-    """rope_freqs.weight, by which llama.cpp divides the frequencies, with the rates in it."""
-    kind = config.rope.rope_type
-    if _ROPE_FREQS not in gguf.tensors and kind != "default":
+def _divisors(gguf: GgufFile, config: LlamaConfig, rates: Float[np.ndarray, "half"]) -> dict[str, Float[np.ndarray, "half"]]:
+    """The tensors that llama.cpp divides the frequencies by, with the rates in them."""
+    names = _DIVISORS[gguf.metadata["general.architecture"]]
+    own = [name for name in names if name in gguf.tensors]
+    if not own and config.rope.rope_type != "default":
         raise UserError(
-            f"{gguf.path}: its RoPE is of type {kind}, beside which llama.cpp takes no divisors of frequencies; give --to hf"
+            f"{gguf.path}: its RoPE is of type {config.rope.rope_type}, beside which llama.cpp takes no divisors of "
+            "frequencies; give --to hf"
         )
-    own = _plain(gguf, _ROPE_FREQS) if _ROPE_FREQS in gguf.tensors else np.ones_like(rates)
-    return np.minimum(own.astype(np.float32) * rates, _STANDS_STILL).astype("<f4")
-
-
-def _plain(gguf: GgufFile, name: str) -> Float[np.ndarray, "n"]:
-    if gguf.tensors[name].type.name != "F32":
-        raise UserError(f"{gguf.path}: tensor {name} is of type {gguf.tensors[name].type.name}, and llama.cpp wants F32")
-    return gguf.read(name)
+    for name in own:
+        if (kind := gguf.tensors[name].type.name) != "F32":
+            raise UserError(f"{gguf.path}: tensor {name} is of type {kind}, and llama.cpp wants F32; convert the model again")
+    before = {name: gguf.read(name) if name in own else np.ones_like(rates) for name in names}
+    return {name: np.minimum(values * rates, _STANDS_STILL).astype("<f4") for name, values in before.items()}
 
 
 def _linear_scaling(
@@ -173,8 +200,8 @@ def _linear_scaling(
     architecture = gguf.metadata["general.architecture"]
     if (rates != rates[0]).any():
         raise UserError(
-            f"{where}: its factors differ by frequency, and llama.cpp reads divisors of frequencies of llama models only, not "
-            f"of {architecture}; give --to hf, --to hf-hook, or gains alone (search --learn gains)"
+            f"{where}: its factors differ by frequency, and llama.cpp reads no divisors of frequencies for models of type "
+            f"{architecture}; give --to hf, --to hf-hook, or gains alone (search --learn gains)"
         )
     scaling = f"{architecture}.rope.scal"  # rope.scaling.*, and rope.scale_linear, its older name
     own = [key for key in gguf.metadata if key.startswith(scaling)]
@@ -219,32 +246,32 @@ def _copy(
     old: BinaryIO,
     new: BinaryIO,
     keys: Mapping[str, str | float],
-    divisors: Float[np.ndarray, "half"] | None,
+    divisors: Mapping[str, Float[np.ndarray, "half"]],
 ) -> int:
-    """Copy the file with more keys, and with divisors if it has none; by how many bytes the tensors moved.
+    """Copy the file with more keys, and with the divisors that it lacks; by how many bytes the tensors moved.
 
     Divisors stand behind all other tensors, whose places among the data stay as they are.
     """
     layout = gguf.layout
     added = b"".join(_text(key) + _value(value) for key, value in keys.items())
-    length = old.seek(0, os.SEEK_END) - layout.data
-    behind = align(length, layout.alignment)
-    line = b""
-    if divisors is not None and _ROPE_FREQS not in gguf.tensors:
-        line = _text(_ROPE_FREQS) + struct.pack("<IQIQ", 1, len(divisors), 0, behind)
+    size = old.seek(0, os.SEEK_END) - layout.data
+    new_tensors = {name: values for name, values in divisors.items() if name not in gguf.tensors}
+    lines, behind = b"", bytes(align(size, layout.alignment) - size)
+    for name, values in new_tensors.items():
+        lines += _text(name) + struct.pack("<IQIQ", 1, len(values), GGMLQuantizationType.F32, size + len(behind))
+        behind += values.tobytes() + bytes(align(values.nbytes, layout.alignment) - values.nbytes)
     old.seek(0)
     new.write(old.read(8))  # magic number and version
     num_tensors, num_keys = struct.unpack("<QQ", old.read(16))
-    new.write(struct.pack("<QQ", num_tensors + bool(line), num_keys + len(keys)))
+    new.write(struct.pack("<QQ", num_tensors + len(new_tensors), num_keys + len(keys)))
     new.write(old.read(layout.metadata_end - 24) + added)
-    new.write(old.read(layout.header_end - layout.metadata_end) + line)
+    new.write(old.read(layout.header_end - layout.metadata_end) + lines)
     begin = align(new.tell(), layout.alignment)
     new.write(bytes(begin - new.tell()))
     old.seek(layout.data)
     shutil.copyfileobj(old, new, _COPIED_BYTES)
-    if divisors is not None and line:
-        new.write(bytes(behind - length) + divisors.tobytes())
-        new.write(bytes(align(divisors.nbytes, layout.alignment) - divisors.nbytes))
+    if new_tensors:
+        new.write(behind)
     return begin - layout.data
 
 

@@ -5,8 +5,10 @@ from typing import Any
 
 import gguf
 import numpy as np
+from tokenizers.pre_tokenizers import ByteLevel
 
-HIDDEN, HEADS, GROUPS, HEAD_DIM, MLP, VOCABULARY = 256, 4, 2, 8, 32, 24
+HIDDEN, HEADS, GROUPS, HEAD_DIM, MLP = 256, 4, 2, 8, 32
+TOKENS = [*sorted(ByteLevel.alphabet()), "Ġa", "<s>", "</s>"]
 Kind = gguf.GGMLQuantizationType
 
 
@@ -39,7 +41,7 @@ def tensors_of(architecture: str, layers: int = 2, queries: dict[str, Any] | Non
         return rng.uniform(0.5, 1.5, size).astype(np.float32)
 
     rows, of_keys = HEADS * HEAD_DIM, GROUPS * HEAD_DIM
-    found: dict[str, Any] = {"token_embd.weight": weights(VOCABULARY, HIDDEN), "output_norm.weight": norm(HIDDEN)}
+    found: dict[str, Any] = {"token_embd.weight": weights(len(TOKENS), HIDDEN), "output_norm.weight": norm(HIDDEN)}
     for layer in range(layers):
         of_layer: dict[str, Any] = {"attn_norm.weight": norm(HIDDEN), "ffn_norm.weight": norm(HIDDEN)}
         if architecture == "phi3":
@@ -77,8 +79,13 @@ def write_model(
     for key, value in keys.items():
         kind = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
         kind[type(value)](f"{architecture}.{key}", value)
-    writer.add_array("tokenizer.ggml.tokens", ["<a>", "é", "🙂"])
-    writer.add_array("tokenizer.ggml.token_type", [1, 2, 3])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([1] * 257 + [3, 3])
+    writer.add_token_merges(["Ġ a"])
+    writer.add_bos_token_id(257)
+    writer.add_eos_token_id(258)
     if split_count:
         writer.add_uint16("split.count", split_count)
     writer.add_float64("general.odd", 0.1)
