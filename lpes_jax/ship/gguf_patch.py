@@ -303,7 +303,7 @@ def _multiply(
             if (np.isfinite(before) & ~np.isfinite(after.astype(np.float32))).any():
                 raise UserError(
                     f"{gguf.path}: a gain of {of_rows.max():g} makes tensor {tensor.name} overflow {numbers.dtype.name}; give "
-                    "--to hf-hook, or search gains with a lower --max-factor"
+                    "--to hf-hook, or search gains with a lower --max-gain"
                 )
             numbers[...] = after
             if kind in SCALES:
