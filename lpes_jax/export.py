@@ -28,11 +28,11 @@ import jax
 import jax.numpy as jnp
 from safetensors import SafetensorError
 
-from lpes_jax import output, process
+from lpes_jax import process
 from lpes_jax.api import logits
 from lpes_jax.cli import run_verb
 from lpes_jax.errors import UserError
-from lpes_jax.factors import FORMAT, LayerFactors, write_json
+from lpes_jax.factors import FORMAT, LayerFactors
 from lpes_jax.generation import generate_ids
 from lpes_jax.json_files import read_json
 from lpes_jax.limits import check_bounds
@@ -42,6 +42,8 @@ from lpes_jax.models.llama.tokenizer import load_tokenizer, stop_ids
 from lpes_jax.models.zoo import resolve
 from lpes_jax.report.tables import show
 from lpes_jax.same_model import check_model, facts
+from lpes_jax.store import output
+from lpes_jax.store.files import write_json
 from lpes_jax.tasks.prompts import token_ids
 
 _TORCH, _THERE = Path(__file__).parent / "torch.py", "lpes_torch.py"
