@@ -37,6 +37,7 @@ from lpes_jax.models.llama.tokenizer import load_tokenizer
 from lpes_jax.models.zoo import resolve
 from lpes_jax.report.tables import show
 from lpes_jax.same_model import check_model
+from lpes_jax.ship.gguf_patch import write_gguf_folder
 from lpes_jax.ship.hook import write_hook_folder
 from lpes_jax.store import output
 from lpes_jax.store.files import unwritable, write_json
@@ -76,8 +77,6 @@ def run_export(settings: ExportSettings) -> Path:
     """
     check_bounds(settings)
     target = settings.output_path
-    if settings.to == "gguf":
-        raise UserError("--to gguf is not there yet; give --to hf")
     if settings.factors is None:
         raise UserError("--factors: give the factors.json of a search, or factors of the zoo by name (MODEL/NAME)")
     output.check(target, "export", overwrite=settings.overwrite)
@@ -104,7 +103,8 @@ def run_export(settings: ExportSettings) -> Path:
         with _temporary(target) as temporary:
             folder = Path(temporary) / "export"
             folder.mkdir()
-            lines = write_hook_folder(
+            write = write_gguf_folder if settings.to == "gguf" else write_hook_folder
+            lines = write(
                 checkpoint,
                 tokenizer,
                 folder,
