@@ -211,9 +211,11 @@ def _wrong_in(record: dict[str, Any]) -> str | None:
 
 def _by_position(value: Any, *, nulls: bool = True) -> bool:
     """Numbers by position, or such records by the tasks of a mixture."""
-    if isinstance(value, dict) and value and all(isinstance(of_task, dict) for of_task in value.values()):
+    if not isinstance(value, dict) or not value:
+        return False
+    if all(isinstance(of_task, dict) for of_task in value.values()):
         return all(_by_position(of_task, nulls=nulls) for of_task in value.values())
-    return isinstance(value, dict) and all((nulls and number is None) or is_number(number) for number in value.values())
+    return all((nulls and number is None) or is_number(number) for number in value.values())
 
 
 def _factors(value: Any) -> bool:

@@ -287,7 +287,8 @@ def test_lines_of_a_history(tmp_path, line, data):
     for record in refused_or(opened) or ():
         assert record["fitness"] is None or np.isfinite(record["fitness"])
         assert np.isfinite(np.nan_to_num(np.array(record["factors"], float)).sum())  # null: it stands still
-        assert np.isfinite(sum(record["accuracy"].values() if "accuracy" in record else record["accuracies"]))
+        of_tasks = [it if isinstance(it, dict) else {"": it} for it in record.get("accuracy", {}).values()]  # of a mixture
+        assert np.isfinite(sum(sum(it.values()) for it in of_tasks) + sum(record.get("accuracies", [])))
 
 
 @SOON
