@@ -161,7 +161,7 @@ def compare_files(source: Path, patched: Path, config: LlamaConfig, factors: Lay
     of_rows = norm_gains(of_head) if config.qk_norm else query_gains(of_head, config)
     names = ("attn_q_norm.weight",) if config.qk_norm else ("attn_q.weight", "attn_q.bias", "attn_qkv.weight")
     changed, elements, rows, worst, types = 0, 0, [], 0.0, {}
-    for one, other in zip(old.tensors, new.tensors, strict=True):
+    for one, other in zip(old.tensors, new.tensors[: len(old.tensors)], strict=True):
         if (one.name, one.tensor_type, one.shape.tolist()) != (other.name, other.tensor_type, other.shape.tolist()):
             raise UserError(f"{patched}: tensor {other.name} where {source} has {one.name}")
         different = int((one.data.view(np.uint8) != other.data.view(np.uint8)).sum())
@@ -197,8 +197,11 @@ def llama_cpp(python: Path, path: Path, prompts: Sequence[EncodedPrompt], thread
     vocabulary = len(gguf.GGUFReader(path).fields["tokenizer.ggml.tokens"].data)
     longest = max(len(prompt.ids) + len(prompt.answers[0]) for prompt in prompts)
     command = [str(python), str(WORKER), str(path), str(-(-(longest + 16) // 256) * 256), str(threads)]
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with tempfile.TemporaryFile("w+") as log, subprocess.Popen(command, text=True, **pipes | {"stderr": log}) as process:
+    pipe = subprocess.PIPE
+    with (
+        tempfile.TemporaryFile("w+") as log,
+        subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe, stderr=log) as process,
+    ):
         assert process.stdin and process.stdout
 
         def reply() -> dict[str, Any]:
@@ -217,10 +220,7 @@ def llama_cpp(python: Path, path: Path, prompts: Sequence[EncodedPrompt], thread
                 replies.append(reply())
                 if number % 10 == 9:
                     print(f"{title}: {number + 1} of {len(prompts)}", flush=True)
-            lists = zip(
-                *[(np.array(of["next"]), np.array(of["answer"]), np.array(of["is_best"])) for of in replies], strict=True
-            )
-            following, answers, best = (list(values) for values in lists)
+            following, answers, best = ([np.array(of[name]) for of in replies] for name in ("next", "answer", "is_best"))
             return Answers(np.stack(following), answers, best)
 
         try:
