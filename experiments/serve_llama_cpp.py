@@ -36,7 +36,7 @@ from jaxtyping import Array, Bool, Float, Int
 from lpes_jax.errors import UserError
 from lpes_jax.evaluation import slots_of
 from lpes_jax.factors import LayerFactors, write_json
-from lpes_jax.gains import head_gains, norm_gains, query_gains
+from lpes_jax.gains import gains_of_tensors
 from lpes_jax.json_files import read_json
 from lpes_jax.models.llama import load
 from lpes_jax.models.llama.config import LlamaConfig
@@ -157,8 +157,8 @@ def compare_files(source: Path, patched: Path, config: LlamaConfig, factors: Lay
     ]
     if list(parts[1])[: len(parts[0])] != list(parts[0]) or any(parts[1][name] != parts[0][name] for name in parts[0]):
         raise UserError(f"{patched}: other metadata than that of {source}")
-    of_head, permuted = head_gains(factors, config), old.fields["general.architecture"].contents() == "llama"
-    of_rows = norm_gains(of_head) if config.qk_norm else query_gains(of_head, config)
+    permuted = old.fields["general.architecture"].contents() == "llama"
+    of_rows = next(iter(gains_of_tensors(factors, config).values()))
     names = ("attn_q_norm.weight",) if config.qk_norm else ("attn_q.weight", "attn_q.bias", "attn_qkv.weight")
     changed, elements, rows, worst, types = 0, 0, [], 0.0, {}
     for one, other in zip(old.tensors, new.tensors[: len(old.tensors)], strict=True):
