@@ -35,7 +35,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from lpes_jax.errors import UserError
 from lpes_jax.evaluation import slots_of
-from lpes_jax.factors import LayerFactors, write_json
+from lpes_jax.factors import LayerFactors
 from lpes_jax.gains import gains_of_tensors
 from lpes_jax.json_files import read_json
 from lpes_jax.models.llama import load
@@ -43,9 +43,10 @@ from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.gguf_model import permute
 from lpes_jax.models.llama.model import Llama, hidden_states, output_logits
 from lpes_jax.models.zoo import resolve
-from lpes_jax.provenance import content_sha256, environment
 from lpes_jax.rope import RopeTable
 from lpes_jax.ship.gguf_patch import patch_gguf
+from lpes_jax.store.files import write_json
+from lpes_jax.store.provenance import content_sha256, environment
 from lpes_jax.tasks import make_task
 from lpes_jax.tasks.prompts import EncodedPrompt, encode
 
