@@ -29,23 +29,12 @@ def fold_gains(model: Llama, factors: LayerFactors, where: str = "factors") -> L
     config = model.config
     factors.for_model(config.num_layers, config.num_kv_heads, config.rotary_dim, where)
     of_head = head_gains(factors, config)
-    changes: dict[str, Float[Array, "..."]] = {}
-    if model.layers.query_norm is not None:
-        if (of_head != of_head[:, :1]).any():
-            raise UserError(
-                f"{where}: gains of KV groups cannot go into the weights of this model, whose heads share one norm of their "
-                "queries; use gains of granularity layer or layer_band"
-            )
-        changes["query_norm"] = _scaled(model.layers.query_norm[...], of_head[:, 0])
-    else:
-        of_heads = np.repeat(of_head, config.num_heads // of_head.shape[1], axis=1).reshape(config.num_layers, -1)
-        changes["query"] = _scaled(model.layers.query[...], of_heads[:, None, :])
-        if model.layers.query_bias is not None:
-            changes["query_bias"] = _scaled(model.layers.query_bias[...], of_heads)
-    folded = jax.tree.map(lambda leaf: leaf, model)  # new modules around the same arrays
-    for name, value in changes.items():
-        setattr(folded.layers, name, nnx.Param(value))
-    return folded
+    if model.layers.query_norm is not None and (of_head != of_head[:, :1]).any():
+        raise UserError(
+            f"{where}: gains of KV groups cannot go into the weights of this model, whose heads share one norm of their "
+            "queries; use gains of granularity layer or layer_band"
+        )
+    return scale_queries(model, jnp.asarray(of_head))
 
 
 def head_gains(factors: LayerFactors, config: LlamaConfig) -> Float[np.ndarray, "L G D"]:
@@ -53,5 +42,28 @@ def head_gains(factors: LayerFactors, config: LlamaConfig) -> Float[np.ndarray, 
     return np.asarray(gains_of_head(config.rope_table(1, factors).gains, config.head_dim), np.float32)
 
 
-def _scaled(weights: Float[Array, "..."], gains: Float[np.ndarray, "..."]) -> Float[Array, "..."]:
-    return (weights.astype(jnp.float32) * gains).astype(weights.dtype)
+def scale_queries(model: Llama, of_head: Float[Array, "L G D"]) -> Llama:
+    """The model with each element of its queries multiplied, in the norm of the queries where there is one (then by the first
+    group's), else in weights and bias. Can be traced and differentiated in `of_head`.
+    """
+    config, layers = model.config, model.layers
+    if layers.query_norm is not None:
+        return with_weights(model, query_norm=scaled(layers.query_norm[...], of_head[:, 0]))
+    of_heads = jnp.repeat(of_head, config.num_heads // of_head.shape[1], axis=1).reshape(config.num_layers, -1)
+    changes = {"query": scaled(layers.query[...], of_heads[:, None, :])}
+    if layers.query_bias is not None:
+        changes["query_bias"] = scaled(layers.query_bias[...], of_heads)
+    return with_weights(model, **changes)
+
+
+def scaled(weights: Float[Array, "..."], multipliers: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Weights times multipliers in the multipliers' precision, rounded to the weights' dtype."""
+    return (weights.astype(multipliers.dtype) * multipliers).astype(weights.dtype)
+
+
+def with_weights(model: Llama, **weights: Array) -> Llama:
+    """The model with other weights of its layers, by their names; the given one stays as it is."""
+    changed = jax.tree.map(lambda leaf: leaf, model)  # new modules around the same arrays
+    for name, value in weights.items():
+        setattr(changed.layers, name, nnx.Param(value))
+    return changed
