@@ -19,7 +19,7 @@ import grid  # noqa: E402
 import sensitivity  # noqa: E402
 
 SCRIPTS = (
-    *sorted(path.stem for path in (ROOT / "experiments").glob("table*.py")),
+    *sorted(path.stem for path in (ROOT / "experiments").glob("table[0-9]*.py")),
     *("layer_groups", "sensitivity"),
 )
 
