@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from lpes_jax.errors import UserError
-from lpes_jax.gains import scale_queries, scaled, with_weights
+from lpes_jax.gains import by_tensor, multiplied, with_weights
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.rope import RopeTable, gains_of_head
 
@@ -47,7 +47,7 @@ def temperature(model: Llama, own: RopeTable, values: Float[Array, "L n"]) -> Ap
     of_head = gains_of_head(of_pairs[:, None], config.head_dim)  # [L, 1, D], 1 where nothing is rotated
     if bands == 1:
         of_head = jnp.broadcast_to(values[:, :, None], of_head.shape)
-    return scale_queries(model, of_head), own
+    return multiplied(model, by_tensor(of_head, config)), own
 
 
 def both(model: Llama, own: RopeTable, values: Float[Array, "L n"]) -> Applied:
@@ -64,8 +64,7 @@ def norm_gain(model: Llama, own: RopeTable, values: Float[Array, "L n"]) -> Appl
     width, blocks = model.config.hidden_size, values.shape[1]
     if width % blocks:
         raise UserError(f"--counts {blocks} must divide the {width} channels of the model")
-    norm = model.layers.attention_norm[...]
-    return with_weights(model, attention_norm=scaled(norm, jnp.repeat(values, width // blocks, axis=1))), own
+    return multiplied(model, {"attention_norm": jnp.repeat(values, width // blocks, axis=1)}), own
 
 
 def adapter(model: Llama, own: RopeTable, values: Float[Array, "L n"], seed: int = 0) -> Applied:

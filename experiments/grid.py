@@ -25,11 +25,12 @@ from jaxtyping import Float
 
 from lpes_jax.errors import UserError
 from lpes_jax.evaluation import BASELINE, Candidate, Outcome, default_metrics, evaluate, slots_of
-from lpes_jax.factors import LayerFactors, read_json, write_json, write_text
+from lpes_jax.factors import LayerFactors, read_json
 from lpes_jax.models.llama import Loaded, load
 from lpes_jax.search import SearchSettings, preset, run_search
 from lpes_jax.search.fitness import fit
 from lpes_jax.search.settings import as_record
+from lpes_jax.store.files import write_json, write_text
 from lpes_jax.tasks.flags import task_of, title_of
 
 

@@ -31,7 +31,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from lpes_jax import output, process
+from lpes_jax import process
 from lpes_jax.cli import run_verb
 from lpes_jax.errors import UserError
 from lpes_jax.evaluation import (
@@ -44,7 +44,8 @@ from lpes_jax.evaluation import (
     slots_of,
     write_samples,
 )
-from lpes_jax.factors import LayerFactors, write_json, write_text
+from lpes_jax.factors import LayerFactors
+from lpes_jax.json_files import is_number
 from lpes_jax.limits import check_bounds
 from lpes_jax.methods import Maker
 from lpes_jax.methods.attention_buckets import BASES, attention_buckets
@@ -56,14 +57,18 @@ from lpes_jax.methods.tables import dynamic_ntk, lpes, mean_of, ntk_by_base, pos
 from lpes_jax.models.llama import Loaded, load
 from lpes_jax.models.llama.method import Method, of_table
 from lpes_jax.models.llama.model import Llama
-from lpes_jax.provenance import content_sha256, environment
 from lpes_jax.report.html import write_page
 from lpes_jax.report.plots import u_curve
 from lpes_jax.report.progress import SearchProgress
 from lpes_jax.report.tables import Grid, differences, markdown, position_table, show
+from lpes_jax.results import outcome_of, record_of
 from lpes_jax.same_model import check_loaded
 from lpes_jax.scoring import Batch, OptionScorer, Scorer, batch_scores, pack_rows
 from lpes_jax.search.plain_text import text_windows
+from lpes_jax.store import output
+from lpes_jax.store.files import write_json, write_text
+from lpes_jax.store.parts import Parts
+from lpes_jax.store.provenance import content_sha256, environment
 from lpes_jax.tasks.flags import TaskFlags, task_of, title_of
 from lpes_jax.tasks.leaks import count_leaky
 from lpes_jax.tasks.prompts import (
@@ -76,7 +81,6 @@ from lpes_jax.tasks.prompts import (
     option_prompts,
     short_answers,
 )
-from lpes_jax.unfinished import Unfinished, outcome_of, record_of
 
 NAMES = (
     "baseline",
@@ -179,10 +183,11 @@ def run_comparison(settings: CompareSettings) -> dict[str, Any]:
     factors_model = None
     if found is not None:
         factors_model = check_loaded(found, loaded, str(settings.factors), settings.other_model)
-    kept = Unfinished(settings.output_path, _config(settings, loaded, found), settings.resume, settings.overwrite)
-    with kept.interruptible():
-        record, shown = _compared(settings, names, task, searched, held_out, loaded, found, factors_model, kept, started)
-    kept.drop()
+    config = _config(settings, loaded, found)
+    with Parts(settings.output_path, config, PARTS, settings.resume, settings.overwrite) as kept:
+        with kept.interruptible():
+            record, shown = _compared(settings, names, task, searched, held_out, loaded, found, factors_model, kept, started)
+        kept.drop()
     show(*shown)
     return record
 
@@ -196,7 +201,7 @@ def _compared(
     loaded: Loaded,
     found: LayerFactors | None,
     factors_model: dict[str, Any] | None,
-    kept: Unfinished,
+    kept: Parts,
     started: float,
 ) -> tuple[dict[str, Any], list[Grid | str]]:
     """`results.json`, which is written with all other files, and what to print."""
@@ -229,23 +234,24 @@ def _compared(
                 raise
             choices.pop(name, None)
             refused[name] = str(error)
-    if BASELINE not in kept.measured:  # before any tuning: what is wrong with the questions or metrics shows here
+    tunings, measurements = kept.records["tuned"], kept.records["measured"]
+    if BASELINE not in measurements:  # before any tuning: what is wrong with the questions or metrics shows here
         measured([Candidate(BASELINE)])
     with SearchProgress(len(choices) * len(held_out) * len(places)) as progress:
         scorer = _scorer(settings, loaded, task, searched, places)
         tuned: dict[str, tuple[Choice, list[dict[str, Any]]]] = {}
         for name, of_method in choices.items():
             settings_of = {choice.setting: choice for one in of_method for choice in (one, *one.then)}
-            if kept.tuned.get(name, {}).get("setting") not in settings_of:  # or channels were found anew, and are others
+            if tunings.get(name, {}).get("setting") not in settings_of:  # or channels were found anew, and are others
                 progress.note(f"tuning {name}")
                 choice, tried = _tune(scorer, of_method, config)
                 if name != BASELINE:
-                    kept.forget(name)
+                    kept.forget("measured", name)
                 kept.keep("tuned", name, {"setting": choice.setting, "tried": tried})
-            tuned[name] = settings_of[kept.tuned[name]["setting"]], kept.tuned[name]["tried"]
+            tuned[name] = settings_of[tunings[name]["setting"]], tunings[name]["tried"]
         candidates = [Candidate(name, method=chosen.maker) for name, (chosen, _) in tuned.items()]
         progress.note("measuring on held-out questions")
-        earlier = {name: outcome_of(it) for name, it in kept.measured.items()}
+        earlier = {name: outcome_of(it) for name, it in measurements.items()}
         outcomes = measured(candidates, earlier=earlier, on_prompts=progress.prompts)
         progress.note("timing")
         costs = _costs(loaded, outcomes[0].prompts[:_TIMED_PROMPTS], candidates, settings.repeats)
@@ -259,6 +265,22 @@ def _compared(
         }
     record |= {"refused": refused, "resumed": settings.resume}
     return record, _write(settings, loaded, title_of(settings, task), outcomes, places, record)
+
+
+def _check_tuned(record: dict[str, Any]) -> None:
+    """Raise KeyError, TypeError or ValueError for what is no record of a method's tuning."""
+    if not isinstance(record["setting"], str):
+        raise TypeError("a setting that is no text")
+    for tried in record["tried"]:
+        likelihood = tried["log_likelihood"]
+        if not (isinstance(tried["setting"], str) and is_number(tried["accuracy"])):
+            raise TypeError("a setting without accuracy")
+        if likelihood is not None and not is_number(likelihood):
+            raise TypeError("a likelihood that is no number")
+
+
+PARTS = {"tuned": _check_tuned, "measured": outcome_of}
+"""The records that are kept of each method until the results are written, and what checks one."""
 
 
 def _config(settings: CompareSettings, loaded: Loaded, found: LayerFactors | None) -> dict[str, Any]:

@@ -30,7 +30,6 @@ Letters: n bases, W windows, T tokens, B batch, S keys, L layers, H heads, K key
 
 import json
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -53,6 +52,7 @@ from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.method import Layer, Method, of_attention
 from lpes_jax.models.llama.model import Llama, check_ids
 from lpes_jax.rope import cos_sin, rotate
+from lpes_jax.store.files import replacing
 from lpes_jax.text_nll import check_text, token_nll
 
 BASES = (10_000.0, 17_500.0, 18_000.0, 19_000.0, 20_000.0, 22_500.0, 25_000.0)
@@ -83,10 +83,9 @@ class Router:
 
     def save(self, path: Path) -> None:
         """One safetensors file, with the bases in its metadata; a kill leaves no half file under this name."""
-        unfinished = path.with_name(f"{path.name}.tmp")
         tensors = {name: np.asarray(getattr(self, name)) for name in _LEAVES}
-        save_file(tensors, unfinished, metadata={"bases": json.dumps(self.bases)})
-        os.replace(unfinished, path)
+        with replacing(path) as part:
+            save_file(tensors, part, metadata={"bases": json.dumps(self.bases)})
 
     @classmethod
     def load(cls, path: Path) -> "Router":
