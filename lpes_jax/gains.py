@@ -31,11 +31,9 @@ def fold_gains(model: Llama, factors: LayerFactors, where: str = "factors") -> L
     stay. Raises UserError where the model holds factors already, where the gains do not fit it, and for KV groups with gains of
     their own where one norm is of the queries of all heads (qwen3).
     """
-    config = model.config
-    refuse_marked(config.mark, where)
-    factors.for_model(config.num_layers, config.num_kv_heads, config.rotary_dim, where)
-    folded = multiplied(model, by_tensor(head_gains(factors, config), config, where))
-    folded.config = replace(config, mark=Mark(factors.sha256, gains="query weights"))
+    refuse_marked(model.config.mark, where)
+    folded = multiplied(model, gains_of_tensors(factors, model.config, where))
+    folded.config = replace(model.config, mark=Mark(factors.sha256, gains="query weights"))
     return folded
 
 
@@ -60,34 +58,37 @@ def with_weights(model: Llama, **weights: Array) -> Llama:
     return changed
 
 
+def gains_of_tensors(
+    factors: LayerFactors, config: LlamaConfig, where: str = "factors"
+) -> dict[str, Float[np.ndarray, "L rows"]]:
+    """What each row of the tensors that queries are linear in is multiplied by, float32 (see `by_tensor`).
+
+    Raises UserError as `fold_gains` does.
+    """
+    factors.for_model(config.num_layers, config.num_kv_heads, config.rotary_dim, where)
+    of_tensors = by_tensor(head_gains(factors, config), config, where)
+    return {name: np.asarray(of_rows) for name, of_rows in of_tensors.items()}
+
+
 def by_tensor(
     of_head: Float[Numbers, "L G D"], config: LlamaConfig, where: str = "factors"
 ) -> Mapping[str, Float[Numbers, "L rows"]]:
     """Gains of the elements of heads as those of the rows of tensors, by the names that `Layers` has.
 
-    `query` and, where there is one, `query_bias` [L, H D], or `query_norm` [L, D] alone. UserError as in `norm_gains`.
+    `query` and, where there is one, `query_bias` [L, H D], or `query_norm` [L, D] alone. Raises UserError where KV groups differ
+    and the queries of all heads share a norm.
     """
     if config.qk_norm:
-        return {"query_norm": norm_gains(of_head, where)}
-    of_heads = query_gains(of_head, config)
-    return {"query": of_heads, "query_bias": of_heads} if config.qkv_bias else {"query": of_heads}
+        if of_head.shape[1] > 1 and (of_head != of_head[:, :1]).any():
+            raise UserError(
+                f"{where}: gains of KV groups cannot go into the weights of this model, whose heads share one norm of their "
+                "queries; use gains of granularity layer or layer_band"
+            )
+        return {"query_norm": of_head[:, 0]}
+    of_rows = of_head.repeat(config.num_heads // of_head.shape[1], axis=1).reshape(config.num_layers, -1)
+    return {"query": of_rows, "query_bias": of_rows} if config.qkv_bias else {"query": of_rows}
 
 
 def head_gains(factors: LayerFactors, config: LlamaConfig) -> Float[np.ndarray, "L G D"]:
     """The gain of each element of a head, float32, by the layer's KV groups where they differ."""
     return np.asarray(gains_of_head(config.rope_table(1, factors).gains, config.head_dim), np.float32)
-
-
-def query_gains(of_head: Float[Numbers, "L G D"], config: LlamaConfig) -> Float[Numbers, "L rows"]:
-    """The gain of each row of the query weights, [L, H D]."""
-    return of_head.repeat(config.num_heads // of_head.shape[1], axis=1).reshape(config.num_layers, -1)
-
-
-def norm_gains(of_head: Float[Numbers, "L G D"], where: str = "factors") -> Float[Numbers, "L D"]:
-    """The gain of each element of a norm that the queries of all heads share. UserError where KV groups differ."""
-    if of_head.shape[1] > 1 and (of_head != of_head[:, :1]).any():
-        raise UserError(
-            f"{where}: gains of KV groups cannot go into the weights of this model, whose heads share one norm of their "
-            "queries; use gains of granularity layer or layer_band"
-        )
-    return of_head[:, 0]
