@@ -75,8 +75,8 @@ def by_tensor(
 ) -> Mapping[str, Float[Numbers, "L rows"]]:
     """Gains of the elements of heads as those of the rows of tensors, by the names that `Layers` has.
 
-    `query` and, where there is one, `query_bias` [L, H D], or `query_norm` [L, D] alone. Raises UserError where KV groups differ
-    and the queries of all heads share a norm.
+    `query` and, where there is one, `query_bias` [L, H D], or `query_norm` [L, D] alone. Raises UserError where KV groups
+    differ and the queries of all heads share a norm.
     """
     if config.qk_norm:
         if of_head.shape[1] > 1 and (of_head != of_head[:, :1]).any():
