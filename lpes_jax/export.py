@@ -20,9 +20,8 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +41,7 @@ from lpes_jax.models.llama.tokenizer import load_tokenizer, stop_ids
 from lpes_jax.models.zoo import resolve
 from lpes_jax.report.tables import show
 from lpes_jax.same_model import check_model, facts
+from lpes_jax.settings.export import ExportSettings
 from lpes_jax.tasks.prompts import token_ids
 
 _TORCH, _THERE = Path(__file__).parent / "torch.py", "lpes_torch.py"
@@ -57,28 +57,6 @@ was trained to. Key 4f0c belongs to value 93ab, key 71d8 to value 05e2, and key 
 """
 
 
-@dataclass(frozen=True)
-class ExportSettings:
-    """What to write, and where."""
-
-    model: str = "tiny-retriever"
-    """A name in models/zoo, a folder in Hugging Face layout, a .gguf file, or a Hugging Face hub id."""
-    factors: Path | None = None
-    """factors.json of a search, or the zoo's by name (MODEL/NAME)."""
-    output_path: Path = Path("runs/export")
-    """Folder to write; it must not exist, or be empty (where it is not given and taken: runs/export-2, ...)."""
-    overwrite: bool = False
-    """Replace the exported model in --output-path."""
-    to: Literal["hf"] = "hf"
-    """hf: for transformers on torch."""
-    copy: bool = False
-    """Copy the weights instead of linking to them."""
-    no_self_test: bool = False
-    """Record no logits: for models that do not fit into memory as float32."""
-    other_model: bool = False
-    """Take factors that were found for another model (other sizes, RoPE or tokenizer), as far as their shape fits."""
-
-
 def run_export(settings: ExportSettings) -> Path:
     """Write the folder and return its path.
 
@@ -86,15 +64,15 @@ def run_export(settings: ExportSettings) -> Path:
     another's, and where the model cannot be loaded.
     """
     check_bounds(settings)
-    target = settings.output_path
-    if settings.factors is None:
+    target = settings.run.output_path
+    if settings.factors.factors is None:
         raise UserError("--factors: give the factors.json of a search, or factors of the zoo by name (MODEL/NAME)")
-    output.check(target, "export", overwrite=settings.overwrite)
+    output.check(target, "export", overwrite=settings.run.overwrite)
     replaces = (target / _THERE).exists()
     if target.exists() and any(target.iterdir()) and not replaces:
         raise UserError(f"--output-path {target}: exists and is not empty; give another, or remove it")
-    factors = LayerFactors.load(settings.factors)
-    source = resolve(settings.model)
+    factors = LayerFactors.load(settings.factors.factors)
+    source = resolve(settings.run.model)
     if replaces and target.resolve() in (source.resolve(), *source.resolve().parents):
         raise UserError(f"--output-path {target} holds the model that is to be exported; give another folder")
     checkpoint = open_checkpoint(source)
@@ -105,8 +83,8 @@ def run_export(settings: ExportSettings) -> Path:
         config,
         tokenizer=tokenizer,
         sha256=checkpoint.sha256() if factors.model.get("sha256") else None,
-        other_model=settings.other_model,
-        where=str(settings.factors),
+        other_model=settings.factors.other_model,
+        where=str(settings.factors.factors),
     )
     ends = {} if source.is_dir() else {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": stop_ids(source, tokenizer)}
     try:
@@ -116,7 +94,7 @@ def run_export(settings: ExportSettings) -> Path:
             folder.mkdir()
             model = None
             if source.is_dir():
-                _take_files(checkpoint, folder, settings.copy)
+                _take_files(checkpoint, folder, settings.files.copy)
             else:
                 save_llama(model := load_llama(checkpoint, "float32"), folder)
                 shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors': for its owner alone
@@ -128,7 +106,7 @@ def run_export(settings: ExportSettings) -> Path:
             factors.save(folder / "factors.json")
             shutil.copyfile(_TORCH, folder / _THERE)
             (folder / "self_test.json").unlink(missing_ok=True)  # of a folder that was exported before
-            if not settings.no_self_test:
+            if not settings.files.no_self_test:
                 recorded = _recorded(model or load_llama(checkpoint, "float32"), tokenizer, factors)
                 (folder / "self_test.json").write_text(json.dumps(recorded) + "\n", encoding="utf-8")
             with process.unbroken():
@@ -139,7 +117,7 @@ def run_export(settings: ExportSettings) -> Path:
                 os.rename(folder, target)
     except (OSError, SafetensorError) as error:
         raise UserError(f"--output-path {target}: cannot be written ({' '.join(str(error).split())})") from error
-    tried = [] if settings.no_self_test else [f"try it where torch and transformers are: python {target / _THERE}"]
+    tried = [] if settings.files.no_self_test else [f"try it where torch and transformers are: python {target / _THERE}"]
     show(f"exported: {target}", *tried)
     return target
 
