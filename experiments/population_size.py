@@ -37,7 +37,7 @@ def main(s: Settings) -> None:
     summary: dict[str, Any] = {"baseline": baseline}
     for size, of_seeds in by_size.items():
         cell = cells[f"{size}/seed{s.seeds[0]}"]
-        name = f"{size} (parents {cell.parents}, mutations {cell.mutations}, crossovers {cell.crossovers})"
+        name = f"{size} (parents {cell.ga.parents}, mutations {cell.ga.mutations}, crossovers {cell.ga.crossovers})"
         searches = [record["factors"]["search"] for record in of_seeds]
         sizes = {
             "generations": float(np.mean([record["history"][-1]["generation"] for record in of_seeds])),
@@ -48,7 +48,7 @@ def main(s: Settings) -> None:
         shown = [f"{sizes['generations']:.0f}", f"{sizes['evaluations']:.0f}", f"{sizes['fitness']:.4f}"]
         rows.append([*row(name, found), *shown])
         summary[name] = {"figures": found, **sizes}
-    columns = [*header("population", s.search().positions), "generations", "evaluations", "fitness of best"]
+    columns = [*header("population", s.search().questions.positions), "generations", "evaluations", "fitness of best"]
     about = s.describe("The paper uses 32 (Table 12) and gives no figures for other sizes; its models are larger ones.")
     write_tables(s, "Population size", [about, markdown_table(columns, rows)], summary)
 
@@ -56,7 +56,7 @@ def main(s: Settings) -> None:
 def of_size(s: Settings, size: int, seed: int) -> SearchSettings:
     """The search with a population of `size`, and the number of evaluations of the flags' own."""
     usual = s.search()
-    budget = usual.population_size + usual.generations * (usual.mutations + 2 * usual.crossovers)
+    budget = usual.ga.population_size + usual.ga.generations * (usual.ga.mutations + 2 * usual.ga.crossovers)
     mutations, crossovers = math.ceil(size / 2), round(size / 8)
     generations = 2 * math.ceil(max(budget - size, 0) / (mutations + 2 * crossovers))
     return s.search(

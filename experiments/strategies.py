@@ -63,7 +63,7 @@ def main(s: Settings) -> None:
         scored = "-" if name == "gradient" else f"{cost['evaluations']:.0f}"
         rows.append([*row(name, found), f"{cost['fitness']:.4f}", scored, f"{cost['seconds']:.0f}"])
         summary[name] = {"figures": found, **cost}
-    columns = [*header("algorithm", s.search().positions), "fitness of best", "individuals scored", "seconds"]
+    columns = [*header("algorithm", s.search().questions.positions), "fitness of best", "individuals scored", "seconds"]
     about = s.describe(
         f"Each may have {s.budget} individuals scored. The fitness of `gradient` is on the search questions that it held back, "
         "and so is no match for the others'. The paper compares its GA with gradient descent alone (Table 11)."
@@ -78,8 +78,8 @@ def of_algorithm(s: Settings, name: str, seed: int) -> SearchSettings:
     """The search by one algorithm, with the budget as individuals or as steps."""
     usual = s.search(fitness="log_likelihood", seed=seed, algorithm=name)
     if name == "gradient":
-        prompts = s.budget * usual.limit * len(usual.search_positions)
-        steps = max(1, round(prompts / (PASSES_PER_STEP * usual.minibatch_size)))
+        prompts = s.budget * usual.questions.limit * len(usual.objective.search_positions)
+        steps = max(1, round(prompts / (PASSES_PER_STEP * usual.gradient.minibatch_size)))
         return s.search(fitness="log_likelihood", seed=seed, algorithm=name, **({} if s.steps else {"steps": steps}))
     generations = s.budget  # never the limit
     return s.search(fitness="log_likelihood", seed=seed, algorithm=name, max_evaluations=s.budget, generations=generations)

@@ -38,7 +38,7 @@ def main(s: Settings) -> None:
     }
     rows = [row(name, of_seeds) for name, of_seeds in found.items()]
     rows += [paper_row(name, values) for name, values in PAPER.items()]
-    table = markdown_table(header("method", s.search().positions), rows)
+    table = markdown_table(header("method", s.search().questions.positions), rows)
     about = s.describe(other_model("Vicuna-7B-v1.5 on MDQA with 10 documents, 500 questions"))
     write_tables(s, "Table 6: curve types", [about, table], {"ours": found, "paper": PAPER})
 

@@ -61,12 +61,12 @@ def main(s: Settings) -> None:
         data = {} if s.data is None else {"data": in_order_of(seed, s.data, s.output_path)}
         cells[f"seed{seed}"] = s.search(seed=seed, test_limit=1, **data)
     settings = s.search(seed=s.test_seed)
-    loaded = loaded_once(s.model, settings.dtype)
+    loaded = loaded_once(s.model, settings.devices.dtype)
     check_held_out(settings, loaded)
     records = run_grid(cells, s)
     factors = {f"LPES (set {seed})": LayerFactors.load(s.output_path / f"seed{seed}" / "factors.json") for seed in s.seeds}
     outcomes = held_out(settings, loaded, factors)
-    found = figures_of(list(outcomes.values()), slots_of(task_of(settings), settings.positions))
+    found = figures_of(list(outcomes.values()), slots_of(task_of(settings.task), settings.questions.positions))
     means = [100 * found[name]["acc,none"] for name in factors]
     rows = [row(name, [it]) for name, it in found.items()] + [paper_row(name, values) for name, values in PAPER.items()]
     summary = {
@@ -81,7 +81,7 @@ def main(s: Settings) -> None:
     totals = [["ours", f"{summary['mean']:.2f}", variance], ["paper", "63.68", "0.027"]]
     common = f"One set of questions for all rows (seed {s.test_seed}); LPES (set N) was searched with seed N. "
     about = s.describe(common + other_model("Vicuna-7B-v1.5 on MDQA with 10 documents, 500 questions"))
-    tables = [markdown_table(header("method", settings.positions), rows)]
+    tables = [markdown_table(header("method", settings.questions.positions), rows)]
     tables += [markdown_table(["over the sets", "mean", "sample variance"], totals)]
     write_tables(s, "Table 8: search sets", [about, *tables], summary)
 

@@ -109,7 +109,7 @@ def main(s: Settings) -> None:
         table, summary["grid"] = grid_table(s)
         tables.append(table)
     if appendix:
-        loaded = loaded_once(s.model, s.search().dtype)
+        loaded = loaded_once(s.model, s.search().devices.dtype)
         of_starts = {name: appendix_figures(appendix[name], record, loaded) for name, record in moved_of.items()}
         tables += appendix_tables(s, of_starts)
         summary["appendix"] = of_starts
@@ -119,11 +119,11 @@ def main(s: Settings) -> None:
 def group_cells(s: Settings, curve: str, box: str, seed: int) -> dict[str, SearchSettings]:
     """The searches of a group whose sizes are known; the others' sizes are the results of these."""
     common = s.search(curve=curve, seed=seed, y_step=0.1, tie_break=False, **BOXES[box])
-    others = replace(common, uniform_candidates=1)  # the uniform factor is tuned once a group, in its first search
+    others = common.replace(uniform_candidates=1)  # the uniform factor is tuned once a group, in its first search
     return {
-        "ga_accuracy": replace(common, move_x=False),
-        "ga_likelihood": replace(others, fitness="log_likelihood", move_x=False),
-        "gradient": replace(others, algorithm="gradient", move_x=s.move_x and curve == "bezier"),
+        "ga_accuracy": common.replace(move_x=False),
+        "ga_likelihood": others.replace(fitness="log_likelihood", move_x=False),
+        "gradient": others.replace(algorithm="gradient", move_x=s.move_x and curve == "bezier"),
     }
 
 
@@ -139,9 +139,9 @@ def run_group(s: Settings, curve: str, box: str, seed: int) -> dict[str, dict[st
     for name, settings in cells.items():
         run(name, settings)
     gradient, ga = cells["gradient"], done["ga_likelihood"]
-    run("gradient_prompts", replace(gradient, steps=steps_for_prompts(s, done["gradient"], prompts(s, ga))))
+    run("gradient_prompts", gradient.replace(steps=steps_for_prompts(s, done["gradient"], prompts(s, ga))))
     if s.equal_seconds:
-        run("gradient_seconds", replace(gradient, steps=steps_for_seconds(done["gradient"], seconds(ga))))
+        run("gradient_seconds", gradient.replace(steps=steps_for_seconds(done["gradient"], seconds(ga))))
     return done
 
 
@@ -178,7 +178,7 @@ def steps_for_seconds(record: dict[str, Any], budget: float) -> int:
 
 def grid_table(s: Settings) -> tuple[str, Any]:
     """One row for each curve, box and optimiser, with paired tests against the two GAs."""
-    positions = s.search().positions
+    positions = s.search().questions.positions
     columns = [*header("", positions)[:-1], "p baseline", "p GA acc.", "p GA log-l.", "size", "1000 prompts", "seconds"]
     rows, summary, controls = [], {}, {}
     for curve, box in product(CURVES, BOXES):
@@ -256,11 +256,11 @@ def appendix_figures(settings: SearchSettings, record: dict[str, Any], loaded: L
     start, end = np.array(first["factors"]), np.array(last["factors"])
     outcomes = held_out(settings, loaded, {"start": LayerFactors(start), "end": LayerFactors(end)})
     return {
-        "start": settings.initial_factor,
+        "start": settings.space.initial_factor,
         "steps": last["step"],
         "moved": (end - start).tolist(),
         "loss": [first["task_losses"][0], last["task_losses"][0]],
-        "figures": figures_of(list(outcomes.values()), slots_of(task_of(settings), settings.positions)),
+        "figures": figures_of(list(outcomes.values()), slots_of(task_of(settings.task), settings.questions.positions)),
         "p_end_against_start": paired_permutation_test(outcomes["end"].main, outcomes["start"].main),
     }
 
@@ -291,7 +291,10 @@ def appendix_tables(s: Settings, of_starts: dict[str, dict[str, Any]]) -> list[s
         f"Appendix C: {s.appendix_limit} questions x 3 positions, batches of 32 drawn by weight, Adam at 1e-5, no choice of "
         "the best step. Distance: of a layer's factor from its start; loss: weighted -log p of the answer, validation prompts."
     )
-    return [title + "\n\n" + markdown_table(columns, distances), markdown_table(header("", s.search().positions), rows)]
+    return [
+        title + "\n\n" + markdown_table(columns, distances),
+        markdown_table(header("", s.search().questions.positions), rows),
+    ]
 
 
 if __name__ == "__main__":

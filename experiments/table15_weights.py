@@ -39,7 +39,7 @@ def main(s: Settings) -> None:
         found[shown] = [figures(record) for record in of_seeds]
     rows = [row(name, of_seeds) for name, of_seeds in found.items()]
     rows += [paper_row(name, values) for name, values in PAPER.items()]
-    table = markdown_table(header("weights of begin, middle, end", s.search().positions), rows)
+    table = markdown_table(header("weights of begin, middle, end", s.search().questions.positions), rows)
     about = s.describe(other_model("Vicuna-7B-v1.5 on MDQA with 10 documents, 500 questions"))
     write_tables(s, "Table 15: weights of the positions", [about, table], {"ours": found, "paper": PAPER})
 

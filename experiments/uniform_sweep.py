@@ -35,15 +35,15 @@ class Settings(GridFlags):
 def main(s: Settings) -> None:
     """Measure every factor and write the table."""
     settings = s.search(seed=s.seeds[0])
-    loaded = load(s.model, settings.dtype)
+    loaded = load(s.model, settings.devices.dtype)
     layers = loaded.model.config.num_layers
     outcomes = held_out(settings, loaded, {f"{factor:g}": LayerFactors.uniform(factor, layers) for factor in s.factors})
-    found = figures_of(list(outcomes.values()), slots_of(task_of(settings), settings.positions))
+    found = figures_of(list(outcomes.values()), slots_of(task_of(settings.task), settings.questions.positions))
     by_position = np.array([list(found[f"{factor:g}"]["acc_by_position"].values()) for factor in s.factors])
     best = [f"{s.factors[at]:g}" for at in [*by_position.argmax(axis=0), by_position.mean(axis=1).argmax()]]
     rows = [row(name, [it]) for name, it in found.items()] + [["best factor", *best, "-"]]
     rows += [paper_row(name, values) for name, values in PAPER.items()]
-    table = markdown_table(header("factor", settings.positions), rows)
+    table = markdown_table(header("factor", settings.questions.positions), rows)
     about = s.describe(other_model("Table 1, Vicuna-7B-v1.5 on MDQA with 10 documents, 500 questions"))
     write_tables(s, "One uniform factor", [about, table], {"ours": found, "paper": PAPER, "best": best})
 

@@ -13,10 +13,11 @@ import pytest
 
 from lpes_jax.cli import run_verb
 from lpes_jax.factors import LayerFactors
+from lpes_jax.settings import Settings
 
 
 @dataclass(frozen=True)
-class Message:
+class Message(Settings):
     """Of a fault."""
 
     text: str = ""

@@ -79,7 +79,7 @@ def pictures(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory, pictures) -> Path:
-    settings = EvaluateSettings(model=MODEL, positions=(0, 50, 100), only_factors=True, limit=8)
+    settings = EvaluateSettings.of(model=MODEL, positions=(0, 50, 100), only_factors=True, limit=8)
     text = f"50 pairs\n\n{markdown(ROWS, [0, 50, 100])}\n\n{MODEL}: left out. <too long>\n"
     folder, title, preset = tmp_path_factory.mktemp("page"), f"Evaluate: {MODEL}", {"limit": 8, "seed": 3}
     return write_page(folder, "evaluate", title, settings, RECORD, text, pictures, SEARCH, preset)
