@@ -8,7 +8,7 @@ to the descent, `settings.space` to the search space.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from lpes_jax.choices import Curve, FitnessName, Granularity, Learn, Parameter
 from lpes_jax.errors import UserError
@@ -261,7 +261,7 @@ class SearchSettings(Settings):
     run: SearchRunSettings = SearchRunSettings(output_path=Path("runs/search"))
 
     @classmethod
-    def of(cls, **flags: Any) -> Self:
+    def of(cls, **flags: Any) -> "SearchSettings":
         """The values of `preset` (without one: of `default`) with other values of some flags.
 
         Raises TypeError for a name that is no flag, and UserError for a preset that is not known.

@@ -1,7 +1,9 @@
 """Trees of flags: each flag is found by its name alone, whichever group it is in."""
 
 import dataclasses
-from typing import Any, Self
+from typing import Any, TypeVar
+
+Tree = TypeVar("Tree", bound="Settings")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -9,11 +11,11 @@ class Settings:
     """A group of flags, or a tree of such groups. No two flags of a tree have the same name, and each has a default."""
 
     @classmethod
-    def of(cls, **flags: Any) -> Self:
+    def of(cls: type[Tree], **flags: Any) -> Tree:
         """The defaults with other values of some flags. Raises TypeError for a name that is no flag of this tree."""
         return cls().replace(**flags)
 
-    def replace(self, **flags: Any) -> Self:
+    def replace(self: Tree, **flags: Any) -> Tree:
         """The same with other values of some flags. Raises TypeError for a name that is no flag of this tree."""
         if unknown := [name for name in flags if name not in self.flat()]:
             raise TypeError(f"{type(self).__name__} has no flag {unknown[0]!r}")

@@ -133,7 +133,7 @@ def test_a_gradient_moves_x_only_from_where_it_may_stand(tmp_path):
         ([[0, 1], [0.01, 1], [3, 1], [5, 1]], False),
     ):
         s = SearchSettings.of(initial_factors=found(tmp_path / "f.json", points), algorithm="gradient", move_x=True)
-        start = space(s.initial_factors)
+        start = space(s.start.initial_factors)
         if fits:
             make_algorithm(s, start)
         else:
@@ -182,7 +182,7 @@ def test_the_searches_of_the_repository_may_go_on_from_what_they_found():
         same = {name: record.search[name] for name in ("min_factor", "max_factor", "initial_factor", "y_step")}
         s = SearchSettings.of(initial_factors=path, curve=curve["type"], **same)
         start = search_space(s, config, scaled_layers(s, layers))
-        if s.curve == "free":
+        if s.space.curve == "free":
             np.testing.assert_array_equal(start.y, record.factors)
         else:
             assert np.stack([start.x, start.y], axis=1).tolist() == curve["control_points"]
