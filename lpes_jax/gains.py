@@ -31,14 +31,9 @@ def fold_gains(model: Llama, factors: LayerFactors, where: str = "factors") -> L
     of_head = head_gains(factors, config)
     changes: dict[str, Float[Array, "..."]] = {}
     if model.layers.query_norm is not None:
-        if (of_head != of_head[:, :1]).any():
-            raise UserError(
-                f"{where}: gains of KV groups cannot go into the weights of this model, whose heads share one norm of their "
-                "queries; use gains of granularity layer or layer_band"
-            )
-        changes["query_norm"] = _scaled(model.layers.query_norm[...], of_head[:, 0])
+        changes["query_norm"] = _scaled(model.layers.query_norm[...], norm_gains(of_head, where))
     else:
-        of_heads = np.repeat(of_head, config.num_heads // of_head.shape[1], axis=1).reshape(config.num_layers, -1)
+        of_heads = query_gains(of_head, config)
         changes["query"] = _scaled(model.layers.query[...], of_heads[:, None, :])
         if model.layers.query_bias is not None:
             changes["query_bias"] = _scaled(model.layers.query_bias[...], of_heads)
@@ -51,6 +46,21 @@ def fold_gains(model: Llama, factors: LayerFactors, where: str = "factors") -> L
 def head_gains(factors: LayerFactors, config: LlamaConfig) -> Float[np.ndarray, "L G D"]:
     """The gain of each element of a head, float32, by the layer's KV groups where they differ."""
     return np.asarray(gains_of_head(config.rope_table(1, factors).gains, config.head_dim), np.float32)
+
+
+def query_gains(of_head: Float[np.ndarray, "L G D"], config: LlamaConfig) -> Float[np.ndarray, "L rows"]:
+    """The gain of each row of the query weights, [L, H D]."""
+    return np.repeat(of_head, config.num_heads // of_head.shape[1], axis=1).reshape(config.num_layers, -1)
+
+
+def norm_gains(of_head: Float[np.ndarray, "L G D"], where: str = "factors") -> Float[np.ndarray, "L D"]:
+    """The gain of each element of a norm that the queries of all heads share. UserError where KV groups differ."""
+    if (of_head != of_head[:, :1]).any():
+        raise UserError(
+            f"{where}: gains of KV groups cannot go into the weights of this model, whose heads share one norm of their "
+            "queries; use gains of granularity layer or layer_band"
+        )
+    return of_head[:, 0]
 
 
 def _scaled(weights: Float[Array, "..."], gains: Float[np.ndarray, "..."]) -> Float[Array, "..."]:

@@ -12,8 +12,8 @@ from lpes_jax.settings.tree import Settings
 class FilesSettings(Settings):
     """The files that are written."""
 
-    to: Literal["hf"] = "hf"
-    """hf: for transformers on torch."""
+    to: Literal["hf", "hf-hook", "gguf"] = "hf"
+    """hf, hf-hook: a folder for transformers on torch. gguf: a copy of a .gguf file with the gains in its weights."""
     copy: bool = False
     """Copy the weights instead of linking to them."""
     no_self_test: bool = False

@@ -13,7 +13,7 @@ The BOS is not part of a form: the tokenizer puts it. A template that writes one
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from lpes_jax.choices import PromptForm
 from lpes_jax.errors import UserError

@@ -193,18 +193,18 @@ class GgufCheckpoint(Checkpoint):
 
     def __init__(self, path: Path):
         self.path = path
-        self._gguf = GgufFile.open(path)
-        self.config = llama_config(self._gguf)
-        self._names = hf_names(self._gguf)
+        self.gguf = GgufFile.open(path)
+        self.config = llama_config(self.gguf)
+        self._names = hf_names(self.gguf)
 
     def names(self) -> set[str]:
         return set(self._names)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._gguf.tensors[self._names[name]].shape
+        return self.gguf.tensors[self._names[name]].shape
 
     def read(self, name: str, rows: slice = ALL) -> Shaped[np.ndarray, "*shape"]:
-        return read_hf(self._gguf, name, self._names[name], self.config, rows)
+        return read_hf(self.gguf, name, self._names[name], self.config, rows)
 
     def weight_files(self) -> list[Path]:
         return [self.path]
@@ -233,6 +233,11 @@ def load_llama(checkpoint: Checkpoint, dtype: DTypeLike, mesh: Mesh | None = Non
         graphdef, leaves = _leaves(replace(checkpoint.config, tie_word_embeddings=False), dtype)
     loaded = [(path, leaf.replace(_read_leaf(checkpoint, path, leaf.shape, dtype, mesh))) for path, leaf in leaves]
     return nnx.merge(graphdef, nnx.from_flat_state(loaded))
+
+
+def check_tensors(checkpoint: Checkpoint) -> None:
+    """Raise UserError that lists every tensor that is missing, unknown or of another shape; nothing is loaded."""
+    _check_tensors(checkpoint, _leaves(checkpoint.config, np.dtype(np.float32))[1])
 
 
 def checked_dtype(dtype: DTypeLike) -> np.dtype:

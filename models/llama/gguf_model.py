@@ -197,6 +197,12 @@ def unpermute(weights: Float[np.ndarray, "rows *E"], num_heads: int) -> Float[np
     return weights.reshape(num_heads, rows // num_heads // 2, 2, *width).swapaxes(1, 2).reshape(rows, *width)
 
 
+def permute(weights: Float[np.ndarray, "rows *E"], num_heads: int) -> Float[np.ndarray, "rows *E"]:
+    """llama.cpp's `permute`, which `unpermute` undoes: each pair of elements that turn together stands together."""
+    rows, *width = weights.shape
+    return weights.reshape(num_heads, 2, rows // num_heads // 2, *width).swapaxes(1, 2).reshape(rows, *width)
+
+
 def _check_keys(gguf: GgufFile, architecture: str) -> None:
     """Raise UserError for a key that changes the computation and is not implemented (see `KEYS`)."""
     for name, value in gguf.metadata.items():
