@@ -77,6 +77,11 @@ class LayerFactors:
         return 1 / multiplier if multiplier else float("inf")
 
     @property
+    def changes_nothing(self) -> bool:
+        """All factors and gains are 1."""
+        return bool((self.factors == 1).all()) and (self.gains is None or bool((self.gains == 1).all()))
+
+    @property
     def key(self) -> tuple[Any, ...]:
         """What decides how a model answers with them: equal keys, equal answers. Gains of 1 are none."""
         key = self.granularity, self.factors.shape, self.factors.tobytes()

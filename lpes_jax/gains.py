@@ -6,41 +6,52 @@ norm where they have one, so the gains of their elements go there: nothing is le
 Letters: L layers, G = 1 or K KV groups, H heads, D head dim, E embedding.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Float
 
 from lpes_jax.errors import UserError
 from lpes_jax.factors import LayerFactors
+from lpes_jax.mark import Mark, refuse_marked
 from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.rope import gains_of_head
 
 
 def fold_gains(model: Llama, factors: LayerFactors, where: str = "factors") -> Llama:
-    """The model with the gains of `factors` in its weights; the given one stays as it is.
+    """The model with the gains of `factors` in its weights, marked so (`lpes_jax.mark`); the given one stays as it is.
 
     They are multiplied in float32 and rounded to the weights' dtype. Layers without RoPE and elements that are not rotated
-    stay. Raises UserError where the gains do not fit the model, and for KV groups with gains of their own where one norm is of
-    the queries of all heads (qwen3).
+    stay. Raises UserError where the model holds factors already, where the gains do not fit it, and for KV groups with gains of
+    their own where one norm is of the queries of all heads (qwen3).
     """
-    config = model.config
+    refuse_marked(model.config.mark, where)
+    folded = jax.tree.map(lambda leaf: leaf, model)  # new modules around the same arrays
+    for name, gains in gains_of_tensors(factors, model.config, where).items():
+        weights = getattr(model.layers, name)[...]
+        gains = gains[:, None, :] if weights.ndim == 3 else gains  # [in, out]
+        setattr(folded.layers, name, nnx.Param((weights.astype(jnp.float32) * gains).astype(weights.dtype)))
+    folded.config = replace(model.config, mark=Mark(factors.sha256, gains="query weights"))
+    return folded
+
+
+def gains_of_tensors(
+    factors: LayerFactors, config: LlamaConfig, where: str = "factors"
+) -> dict[str, Float[np.ndarray, "L rows"]]:
+    """What each row of the tensors that queries are linear in is multiplied by, float32, by the names that `Layers` has.
+
+    `query` and, where there is one, `query_bias` [L, H D], or `query_norm` [L, D] alone. Raises UserError as `fold_gains` does.
+    """
     factors.for_model(config.num_layers, config.num_kv_heads, config.rotary_dim, where)
     of_head = head_gains(factors, config)
-    changes: dict[str, Float[Array, "..."]] = {}
-    if model.layers.query_norm is not None:
-        changes["query_norm"] = _scaled(model.layers.query_norm[...], norm_gains(of_head, where))
-    else:
-        of_heads = query_gains(of_head, config)
-        changes["query"] = _scaled(model.layers.query[...], of_heads[:, None, :])
-        if model.layers.query_bias is not None:
-            changes["query_bias"] = _scaled(model.layers.query_bias[...], of_heads)
-    folded = jax.tree.map(lambda leaf: leaf, model)  # new modules around the same arrays
-    for name, value in changes.items():
-        setattr(folded.layers, name, nnx.Param(value))
-    return folded
+    if config.qk_norm:
+        return {"query_norm": norm_gains(of_head, where)}
+    of_heads = query_gains(of_head, config)
+    return {"query": of_heads, "query_bias": of_heads} if config.qkv_bias else {"query": of_heads}
 
 
 def head_gains(factors: LayerFactors, config: LlamaConfig) -> Float[np.ndarray, "L G D"]:
@@ -61,7 +72,3 @@ def norm_gains(of_head: Float[np.ndarray, "L G D"], where: str = "factors") -> F
             "queries; use gains of granularity layer or layer_band"
         )
     return of_head[:, 0]
-
-
-def _scaled(weights: Float[Array, "..."], gains: Float[np.ndarray, "..."]) -> Float[Array, "..."]:
-    return (weights.astype(jnp.float32) * gains).astype(weights.dtype)

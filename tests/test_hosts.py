@@ -24,9 +24,10 @@ from lpes_jax import hosts
 from lpes_jax.cli import run_verb
 from lpes_jax.mesh import least
 from lpes_jax.search.stop import GracefulStop
+from lpes_jax.settings import Settings
 
 @dataclass(frozen=True)
-class Nothing:
+class Nothing(Settings):
     pass
 
 def work(nothing):

@@ -14,6 +14,7 @@ import numpy as np
 
 from lpes_jax.errors import UserError
 from lpes_jax.factors import LayerFactors
+from lpes_jax.mark import refuse_marked
 from lpes_jax.methods import Maker
 from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.method import Method, of_table
@@ -151,4 +152,6 @@ def _check_factor(name: str, factor: float) -> None:
 
 
 def _fitted(name: str, factors: LayerFactors, config: LlamaConfig) -> LayerFactors:
+    if not factors.changes_nothing:
+        refuse_marked(config.mark, name)
     return factors.for_model(config.num_layers, config.num_kv_heads, config.rotary_dim, name)

@@ -15,6 +15,7 @@ from lpes_jax.curves import bezier_outline
 from lpes_jax.errors import UserError
 from lpes_jax.evaluation import BASELINE, PLAIN, results_record, rows, write_samples
 from lpes_jax.factors import LayerFactors, write_json, write_text
+from lpes_jax.mark import refuse_marked
 from lpes_jax.mesh import make_mesh
 from lpes_jax.models.llama import Loaded, load
 from lpes_jax.models.llama.chat import make_chat
@@ -56,6 +57,7 @@ def run_search(settings: SearchSettings, loaded: Loaded | None = None, measured:
     titles = [title_of(settings.task, task) for task in tasks] if mixture is None else mixture.titles
     start = None if settings.start.initial_factors is None else LayerFactors.load(settings.start.initial_factors)
     loaded = loaded or load(run.model, settings.devices.dtype, make_mesh(settings.devices.model_axis))
+    refuse_marked(loaded.model.config.mark, f"--model {loaded.identity['name']}")  # what is found could not be used with it
     chat = make_chat(loaded.tokenizer, **settings.prompt.flat())
     if chat is not None:
         tasks = [ChatTask(task, chat.render) for task in tasks]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lpes_jax.choices import Dtype, FirstLine, Overlength, PromptForm, TaskName
+from lpes_jax.choices import Dtype, FirstLine, Overlength, Placing, PromptForm, TaskName
 from lpes_jax.settings.tree import Settings
 
 Length = int | str  # a number, or a range: "5:20"
@@ -15,15 +15,17 @@ class TaskSettings(Settings):
     """The task. Each task refuses the flags that it does not have; None is the task's own default."""
 
     task: TaskName | tuple[TaskName, ...] = "kv"
-    """kv: key-value retrieval; mdqa: multi-document QA; needle; zero_scrolls; l_eval; mmlu; ceval; perplexity. A search takes
-    several and uses all of them together, each with those of the flags that it has."""
+    """kv: key-value retrieval; mdqa: multi-document QA; needle; RULER's niah, vt (variable tracking), cwe and fwe (common and
+    frequent words); many_shot: classification; zero_scrolls; l_eval; mmlu; ceval; perplexity. A search takes several and uses
+    all of them together, each with those of the flags that it has."""
     mixture: Path | None = None
     """search: TOML file with a block [[task]] for each task: task = its name, its flags by their names, and optionally its
     own limit, test_limit and weight. Replaces all other flags of tasks."""
     data_folder: Path | None = None
     """search: the folder that paths in --mixture start from (default: the file's own)."""
     data: Path | None = None
-    """The benchmark's file or folder; kv and needle are generated without one."""
+    """The benchmark's file or folder; kv, needle and RULER's tasks are generated without one. niah: a text for the essay; cwe:
+    a file of words; many_shot: a CSV of text and label."""
 
     num_pairs: Length | tuple[Length, ...] | None = None
     """kv: key-value pairs in a prompt (default 50). A search takes several lengths and uses all of them, or a range, 5:20, and
@@ -32,10 +34,11 @@ class TaskSettings(Settings):
     """kv: hexadecimal characters of a key and of a value (default: UUIDs)."""
     answer_opener: str | None = None
     """kv: text at the end of the prompt, before the answer (default: a space and a quote); '' admits a bare and a quoted
-    value."""
+    value. vt: a space (RULER's) or ''."""
     queries_per_haystack: int | None = None
-    """kv, mdqa: questions per haystack and position (default 1: the pair or document moves). Above 1 the haystack stays fixed
-    and its prefix is shared; the questions ask for the items nearest to the position. mdqa: needs --distractors random."""
+    """kv, mdqa, niah: questions per haystack and position (default 1: the pair, document or line moves). Above 1 the haystack
+    stays fixed and its prefix is shared; the questions ask for the items nearest to the position. mdqa: needs --distractors
+    random; niah: multikey_2 and multikey_3."""
     query_aware: bool = False
     """kv, mdqa: repeat the question before the data."""
     num_documents: Length | tuple[Length, ...] | None = None
@@ -54,18 +57,36 @@ class TaskSettings(Settings):
     """mdqa: score without accents."""
     num_sentences: Length | tuple[Length, ...] | None = None
     """needle: sentences of filler (default 100); a search takes several lengths or a range, as for --num-pairs."""
+    num_lines: Length | tuple[Length, ...] | None = None
+    """niah, vt: lines of the haystack (default 100); a search takes several lengths or a range, as for --num-pairs."""
+    num_words: Length | tuple[Length, ...] | None = None
+    """fwe: words of the text (default 500); cwe: different words of the list (default 50); a search takes several lengths or a
+    range, as for --num-pairs."""
     num_keys: int | None = None
-    """needle: needles in a prompt."""
+    """needle, niah: needles in a prompt."""
     num_queries: int | None = None
     """needle: needles asked for."""
+    num_chains: int | None = None
+    """vt: chains of assignments in a prompt (default 1)."""
+    num_hops: int | None = None
+    """vt: assignments of a chain after its first (default 4)."""
+    alpha: float | None = None
+    """fwe: how fast frequencies fall with the rank (default 2)."""
+    placing: Placing | None = None
+    """vt, cwe, fwe: spread, RULER's, without positions; or together: the chain, or the words asked for, stand at the
+    position."""
+    short_lists: bool = False
+    """cwe: RULER's numbers for prompts below 4,096 tokens."""
+    labels: Literal["numbers", "names"] | None = None
+    """many_shot: random numbers as labels (the default), or the file's own."""
     subset: str | None = None
-    """zero_scrolls, l_eval: the data set."""
+    """zero_scrolls, l_eval: the data set. niah: single_1 (the default), ..., RULER's variants, or near_keys."""
     max_prompt_tokens: int | None = None
     """zero_scrolls, l_eval: tokens of a prompt (default 3584); longer ones are cut as the benchmark does."""
     subjects: tuple[str, ...] = ()
     """mmlu, ceval: subjects (default: all in the folder)."""
     num_shots: int | None = None
-    """mmlu, ceval: solved questions before the one asked (default 5)."""
+    """mmlu, ceval: solved questions before the one asked (default 5); many_shot: solved examples (default 50)."""
     window: int | None = None
     """perplexity: tokens of a window (default 2048)."""
     stride: int | None = None

@@ -10,9 +10,11 @@ from lpes_jax.tasks import make_task, settings_of
 from lpes_jax.tasks.ranged import Ranged
 
 ITEMS = {"kv": "key-value pairs", "mdqa": "documents", "needle": "sentences"}
-
-
-LENGTHS = ("num_pairs", "num_documents", "num_sentences")
+SIZES = {
+    **{"niah": ("num_lines", "lines"), "vt": ("num_lines", "lines"), "many_shot": ("num_shots", "examples")},
+    **{"cwe": ("num_words", "words"), "fwe": ("num_words", "words")},
+}
+LENGTHS = ("num_pairs", "num_documents", "num_sentences", "num_lines", "num_words")
 SETTINGS = tuple(name for name in TaskSettings().flat() if name not in ("task", "mixture", "data_folder"))
 
 
@@ -79,6 +81,11 @@ def _of_length(name: str, settings: dict[str, Any], setting: str, length: Length
 def title_of(flags: TaskSettings, task: Any) -> str:
     """What pictures and tables call it: `10 documents`, `5 to 20 documents`, `zero_scrolls qasper`."""
     name = name_of(flags)
+    if name in SIZES:
+        setting, items = SIZES[name]
+        longest: Any = task.longest if isinstance(task, Ranged) else task
+        low = f"{task.low} to " if isinstance(task, Ranged) else ""
+        return " ".join([name, *([longest.subset] if name == "niah" else []), f"{low}{getattr(longest, setting)} {items}"])
     if name in ITEMS:
         return f"{f'{task.low} to ' if isinstance(task, Ranged) else ''}{task.num_items} {ITEMS[name]}"
     return f"{name} {flags.subset or ''}".strip()

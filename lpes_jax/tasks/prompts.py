@@ -279,7 +279,8 @@ def fit(
             limit = f"the smaller of {limit} and the task's own {max_prompt_tokens}"
         raise UserError(
             f"{len(skipped)} questions are too long: up to {longest} tokens, more than {limit}; use fewer items a "
-            "prompt (--num-pairs, --num-documents, --num-sentences), or leave these questions out with --overlength skip"
+            "prompt (--num-pairs, --num-documents, --num-sentences, --num-lines), or leave these questions out with "
+            "--overlength skip"
         )
     fitted = [prompt for prompt in fitted if prompt.example not in skipped]
     return Fitted(fitted, list(skipped), sum(prompt.was_cut for prompt in fitted))

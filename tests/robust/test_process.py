@@ -17,6 +17,7 @@ from nursery import OWN, Nursery, log
 
 from lpes_jax import hosts
 from lpes_jax.cli import run_verb
+from lpes_jax.settings import Settings
 
 READY = "import os; os.write(2, b'ready\\n'); "
 EVALUATE = (
@@ -26,7 +27,7 @@ SMALL = ("--num-pairs", 3, "--key-length", 1, "--limit", 2, "--positions", 0, 10
 
 
 @dataclass(frozen=True)
-class Nothing:
+class Nothing(Settings):
     """No flags."""
 
 
