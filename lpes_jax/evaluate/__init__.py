@@ -1,4 +1,4 @@
-"""Measure a model by the position of the fact: `run_evaluation(EvaluateSettings(...))`, or `python -m lpes_jax.evaluate`."""
+"""Measure a model by the position of the fact: `run_evaluation(EvaluateSettings.of(...))`, or `python -m lpes_jax.evaluate`."""
 
 import time
 from collections.abc import Sequence

@@ -45,10 +45,10 @@ class RouterSettings(TextFileSettings):
 class CompareSettings(Settings):
     """What to compare, on what."""
 
+    run: ResumableRunSettings = ResumableRunSettings(output_path=Path("runs/compare"))
     task: TaskSettings = TaskSettings()
     methods: MethodsSettings = MethodsSettings()
     factors: FactorsSettings = FactorsSettings()
     router: RouterSettings = RouterSettings()
     questions: HeldOutQuestionSettings = HeldOutQuestionSettings(limit=50, test_limit=200)
     devices: DeviceSettings = DeviceSettings()
-    run: ResumableRunSettings = ResumableRunSettings(output_path=Path("runs/compare"))

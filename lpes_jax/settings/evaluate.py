@@ -41,9 +41,9 @@ class MeasuredQuestionSettings(QuestionSettings):
 class EvaluateSettings(Settings):
     """What to measure."""
 
+    run: SeededRunSettings = SeededRunSettings(output_path=Path("runs/evaluate"))
     task: TaskSettings = TaskSettings()
     factors: MeasuredFactorsSettings = MeasuredFactorsSettings()
     questions: MeasuredQuestionSettings = MeasuredQuestionSettings()
     prompt: PromptSettings = PromptSettings()
     devices: MeshSettings = MeshSettings()
-    run: SeededRunSettings = SeededRunSettings(output_path=Path("runs/evaluate"))

@@ -24,6 +24,6 @@ class FilesSettings(Settings):
 class ExportSettings(Settings):
     """What to write, and where."""
 
+    run: RunSettings = RunSettings(output_path=Path("runs/export"))
     factors: FactorsSettings = FactorsSettings()
     files: FilesSettings = FilesSettings()
-    run: RunSettings = RunSettings(output_path=Path("runs/export"))

@@ -245,6 +245,7 @@ class SearchRunSettings(ResumableRunSettings):
 class SearchSettings(Settings):
     """What to search, on what, and how."""
 
+    run: SearchRunSettings = SearchRunSettings(output_path=Path("runs/search"))
     algorithm: str = "ga"
     """ga: the paper's genetic algorithm; gradient: Adam on the log-likelihood of the answers; random, or one of evosax's:
     cma_es, differential_evolution, pso, open_es, ..."""
@@ -258,7 +259,6 @@ class SearchSettings(Settings):
     gradient: GradientSettings = GradientSettings()
     text: TextSettings = TextSettings()
     devices: SearchDeviceSettings = SearchDeviceSettings()
-    run: SearchRunSettings = SearchRunSettings(output_path=Path("runs/search"))
 
     @classmethod
     def of(cls, **flags: Any) -> "SearchSettings":
