@@ -22,10 +22,10 @@ from lpes_jax.search.gradient import answer_loss, descend, initial_state, text_l
 from lpes_jax.search.loop import SearchResult, search
 from lpes_jax.search.minibatches import Data, pack, prompts_of_a_tree, shared_trees
 from lpes_jax.search.plain_text import text_windows
-from lpes_jax.search.run_folder import RunFolder
 from lpes_jax.search.settings import check, lattice_of, search_space
 from lpes_jax.search.space import Space
 from lpes_jax.settings.search import GradientSettings, SearchSettings, TextSettings, preset
+from lpes_jax.store.run_folder import RunFolder
 from lpes_jax.tasks.flags import tasks_of
 from lpes_jax.tasks.prompts import EncodedPrompt
 

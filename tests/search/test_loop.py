@@ -25,9 +25,9 @@ from lpes_jax.search import loop
 from lpes_jax.search.fitness import make_scorer, tie_break_scale
 from lpes_jax.search.genetic import PaperGA
 from lpes_jax.search.loop import search
-from lpes_jax.search.run_folder import RunFolder
 from lpes_jax.search.settings import lattice_of, scaled_layers, search_space
 from lpes_jax.settings.search import SearchSettings, preset
+from lpes_jax.store.run_folder import RunFolder
 from lpes_jax.tasks.flags import task_of
 
 pytestmark = pytest.mark.promotes
