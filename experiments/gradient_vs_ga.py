@@ -50,7 +50,7 @@ def run(spec: Spec, s: Any) -> dict[str, Any]:
         summary["grid"], of_grid = grid_summary(spec, s)
         summary |= provenance(of_grid)
     if appendix:
-        loaded = loaded_once(s.model, s.search().dtype)
+        loaded = loaded_once(s.model, s.search().devices.dtype)
         summary["appendix"] = {name: appendix_figures(appendix[name], record, loaded) for name, record in records.items()}
         summary |= provenance(list(records.values()))
     return summary
