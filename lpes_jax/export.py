@@ -39,9 +39,11 @@ from lpes_jax.provenance import environment
 from lpes_jax.report.tables import show
 from lpes_jax.same_model import check_model
 from lpes_jax.ship.gguf_patch import write_gguf_folder
+from lpes_jax.ship.hf import write_hf_folder
 from lpes_jax.ship.hook import write_hook_folder
 
 _RECORD = "exported.json"  # what a folder was made of
+_WRITERS = {"hf": write_hf_folder, "hf-hook": write_hook_folder, "gguf": write_gguf_folder}
 _TOLD_BY = (_RECORD, "lpes_torch.py")  # an exported folder; lpes_torch.py alone: of the first release
 
 
@@ -101,8 +103,7 @@ def run_export(settings: ExportSettings) -> Path:
         with _temporary(target) as temporary:
             folder = Path(temporary) / "export"
             folder.mkdir()
-            write = write_gguf_folder if settings.to == "gguf" else write_hook_folder
-            lines = write(
+            lines = _WRITERS[settings.to](
                 checkpoint,
                 tokenizer,
                 folder,
