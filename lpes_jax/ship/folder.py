@@ -5,10 +5,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from lpes_jax.factors import write_json
 from lpes_jax.json_files import read_json
 from lpes_jax.models.llama.checkpoint import Checkpoint, is_tied, load_llama, save_llama
 from lpes_jax.models.llama.tokenizer import stop_ids
+from lpes_jax.store.files import write_json
 
 _TOKENIZER = "tokenizer.json"
 # Left out where tokenizer.json is: what they say is in it and in tokenizer_config.json, and readers that find them go by them.
