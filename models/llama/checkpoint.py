@@ -36,11 +36,12 @@ from safetensors.numpy import save_file
 
 from lpes_jax.errors import UserError
 from lpes_jax.json_files import read_json
-from lpes_jax.mesh import check_model_axis, put, weight_spec
+from lpes_jax.mesh import put
 from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.gguf import ALL, GgufFile
 from lpes_jax.models.llama.gguf_model import hf_names, llama_config, read_hf
 from lpes_jax.models.llama.model import Llama
+from lpes_jax.models.llama.sharding import check_model_axis, weight_spec
 from lpes_jax.store.files import replacing, write_text
 
 # Leaf of `Llama` -> its Hugging Face tensor ({} the layer, stacked on the first axis), and whether that is transposed:
