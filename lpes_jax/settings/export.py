@@ -13,7 +13,8 @@ class FilesSettings(Settings):
     """The files that are written."""
 
     to: Literal["hf", "hf-hook", "gguf"] = "hf"
-    """hf, hf-hook: a folder for transformers on torch. gguf: a copy of a .gguf file with the gains in its weights."""
+    """hf: a folder that holds its factors. hf-hook: the model as it is, and a torch module that puts them in. gguf: a copy of
+    a .gguf file that holds them."""
     copy: bool = False
     """Copy the weights instead of linking to them."""
     no_self_test: bool = False
