@@ -11,7 +11,6 @@ Letters: Q questions, S positions.
 """
 
 import json
-import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -26,11 +25,12 @@ from jaxtyping import Float
 
 from lpes_jax.errors import UserError
 from lpes_jax.evaluation import BASELINE, Candidate, Outcome, default_metrics, evaluate, slots_of
-from lpes_jax.factors import LayerFactors, read_json, write_json
+from lpes_jax.factors import LayerFactors, read_json
 from lpes_jax.models.llama import Loaded, load
 from lpes_jax.search import SearchSettings, preset, run_search
 from lpes_jax.search.fitness import fit
 from lpes_jax.search.settings import as_record
+from lpes_jax.store.files import write_json, write_text
 from lpes_jax.tasks.flags import task_of, title_of
 
 
@@ -253,8 +253,6 @@ def write_tables(flags: GridFlags, title: str, parts: Sequence[str], summary: An
     """`tables.md` and `summary.json`, whole or not at all; the tables are printed as well."""
     text = f"# {title}\n\n" + "\n".join(parts)
     flags.output_path.mkdir(parents=True, exist_ok=True)
-    temporary = flags.output_path / "tables.md.part"
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, flags.output_path / "tables.md")
+    write_text(flags.output_path / "tables.md", text)
     write_json(flags.output_path / "summary.json", summary)
     print(text)

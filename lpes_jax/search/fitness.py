@@ -31,9 +31,9 @@ from lpes_jax.rope import Granularity
 from lpes_jax.scoring import OptionScorer, Scorer, Scores
 from lpes_jax.search import racing
 from lpes_jax.search.racing import Bar, StagedScorer
-from lpes_jax.search.run_folder import RunFolder
 from lpes_jax.search.settings import SearchSettings
 from lpes_jax.search.stop import BudgetSpent, GracefulStop
+from lpes_jax.store.run_folder import RunFolder
 from lpes_jax.tasks import prompts as task_prompts
 from lpes_jax.tasks.leaks import count_leaky
 from lpes_jax.tasks.prompts import Prompt, Task

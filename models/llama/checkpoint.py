@@ -41,6 +41,7 @@ from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.gguf import ALL, GgufFile
 from lpes_jax.models.llama.gguf_model import hf_names, llama_config, read_hf
 from lpes_jax.models.llama.model import Llama
+from lpes_jax.store.files import replacing, write_text
 
 # Leaf of `Llama` -> its Hugging Face tensor ({} the layer, stacked on the first axis), and whether that is transposed:
 # torch keeps [out, in], we keep [in, out].
@@ -266,11 +267,10 @@ def save_llama(model: Llama, folder: Path) -> None:
             array = np.asarray(leaf[index])
             whole = tensors.setdefault(name, np.empty(shape, array.dtype))
             whole[rows] = array.T if RULES[path][1] else array
-    weights, config = folder / "model.safetensors.tmp", folder / "config.json.tmp"
-    save_file(tensors, weights, metadata={"format": "pt"})
-    config.write_text(json.dumps(model.config.to_hf() | {"dtype": model.embed[...].dtype.name}, indent=2) + "\n")
-    for file in (weights, config):
-        os.replace(file, file.with_suffix(""))
+    with replacing(folder / "model.safetensors") as part:
+        save_file(tensors, part, metadata={"format": "pt"})
+    config = model.config.to_hf() | {"dtype": model.embed[...].dtype.name}
+    write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
 
 
 def _leaves(config: LlamaConfig, dtype: np.dtype) -> tuple[nnx.GraphDef[Llama], list[tuple[tuple[Any, ...], Any]]]:

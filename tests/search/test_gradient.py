@@ -22,9 +22,9 @@ from lpes_jax.search.gradient import GradientSettings, answer_loss, descend, ini
 from lpes_jax.search.loop import SearchResult, search
 from lpes_jax.search.minibatches import Data, pack, prompts_of_a_tree, shared_trees
 from lpes_jax.search.plain_text import text_windows
-from lpes_jax.search.run_folder import RunFolder
 from lpes_jax.search.settings import SearchSettings, check, genetic_settings, preset, search_space
 from lpes_jax.search.space import Space
+from lpes_jax.store.run_folder import RunFolder
 from lpes_jax.tasks.flags import tasks_of
 from lpes_jax.tasks.prompts import EncodedPrompt
 

@@ -11,8 +11,8 @@ from lpes_jax.errors import UserError
 from lpes_jax.export import ExportSettings, run_export
 from lpes_jax.factors import LayerFactors
 from lpes_jax.gains import fold_gains
+from lpes_jax.mark import Mark
 from lpes_jax.models.llama.checkpoint import load_llama, open_checkpoint
-from lpes_jax.models.llama.gguf import GgufFile
 
 GAINS = np.random.default_rng(0).uniform(0.5, 2, (2, HEAD_DIM // 2))
 FOUND = LayerFactors(np.ones(2), gains=GAINS, gains_granularity="layer_band")
@@ -32,7 +32,7 @@ def test_a_folder_with_the_patched_file(settings, tmp_path, capsys):
     assert {"m-lpes.gguf", "factors.json", "exported.json"} <= {path.name for path in folder.iterdir()}
     patched = folder / "m-lpes.gguf"
     assert not patched.is_symlink() and hashlib.sha256((tmp_path / "m.Q4.gguf").read_bytes()).hexdigest() == before
-    assert GgufFile.open(patched).metadata["lpes.factors_sha256"] == FOUND.sha256
+    assert open_checkpoint(patched).config.mark == Mark(FOUND.sha256, gains="query weights")
     record = json.loads((folder / "exported.json").read_text())
     assert (record["to"], record["model"]["sha256"], record["factors"]["sha256"]) == ("gguf", before, FOUND.sha256)
     said = capsys.readouterr().out
