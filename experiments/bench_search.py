@@ -1,4 +1,4 @@
-"""One generation of the paper's search by the command, in GPU-seconds: 20 new individuals x 200 questions x 3 positions.
+"""One generation of the paper's search by the command, in GPU-seconds (Table 10): 20 individuals x 200 questions x 3 positions.
 
     python experiments/bench_search.py --shape llama-2-7b --data nq-open-oracle.jsonl.gz
     python experiments/bench_search.py --data nq-open-oracle.jsonl.gz --search-flags="--queries-per-haystack 5" --name shared

@@ -3,14 +3,22 @@
 Examples:
   python -m lpes_jax.export --factors RUN/factors.json --output-path OUT
       the bundled model, with the factors that a search found
-  python -m lpes_jax.export --model smollm2-135m-instruct --factors best-kv-5-10-20 --output-path OUT
-      a GGUF file, with factors of the zoo: its weights are written as float32 safetensors
+  python -m lpes_jax.export --model smollm2-135m-instruct --factors gains-mixture --output-path OUT
+      a GGUF file, with gains of the zoo: its weights are written as float32 safetensors
   python -m lpes_jax.export --model DIR --factors RUN/factors.json --copy --output-path OUT
       a folder that can be moved to another machine
+  python -m lpes_jax.export --model model.gguf --factors RUN/factors.json --to gguf --output-path OUT
+      a copy of a .gguf file, for llama.cpp and ollama
 
-OUT gets the model's files (the weights as links, without --copy), config.json with the factors under "lpes_factors",
-factors.json, lpes_torch.py, whose apply_layer_factors(model) puts the factors into a loaded model, and self_test.json: what
-`python OUT/lpes_torch.py` compares torch with. from_pretrained(OUT) alone gives the model without factors.
+--to hf: OUT is a model folder in which the factors are a property of the files. Gains are in the query weights, and factors
+that all layers share in a RoPE of type longrope: a folder like any other, for any server. Other factors are in a modeling file,
+which transformers, vLLM and SGLang run with trust_remote_code; without it the folder does not load. `python OUT/self_test.py`
+compares transformers with self_test.json, which has prompts and log-probabilities for other servers too.
+
+--to hf-hook: the model as it is, the factors in config.json, and lpes_torch.py, whose apply_layer_factors(model) puts them into
+a loaded model (`python OUT/lpes_torch.py` is its self-test). from_pretrained(OUT) alone gives the model without factors.
+
+Weights that do not change are links, without --copy.
 
 This file checks what is asked, and puts the folder in place, whole or not at all; `lpes_jax.ship` has a module for each form.
 """
@@ -38,12 +46,14 @@ from lpes_jax.models.zoo import resolve
 from lpes_jax.report.tables import show
 from lpes_jax.same_model import check_model
 from lpes_jax.ship.gguf_patch import write_gguf_folder
+from lpes_jax.ship.hf import write_hf_folder
 from lpes_jax.ship.hook import write_hook_folder
 from lpes_jax.store import output
 from lpes_jax.store.files import unwritable, write_json
 from lpes_jax.store.provenance import environment
 
 _RECORD = "exported.json"  # what a folder was made of
+_WRITERS = {"hf": write_hf_folder, "hf-hook": write_hook_folder, "gguf": write_gguf_folder}
 _TOLD_BY = (_RECORD, "lpes_torch.py")  # an exported folder; lpes_torch.py alone: of the first release
 
 
@@ -60,7 +70,8 @@ class ExportSettings:
     overwrite: bool = False
     """Replace the exported model in --output-path."""
     to: Literal["hf", "hf-hook", "gguf"] = "hf"
-    """hf, hf-hook: a folder for transformers on torch. gguf: a copy of a .gguf file with the gains in its weights."""
+    """hf: a folder that holds its factors. hf-hook: the model as it is, and a torch module that puts them in. gguf: a copy of
+    a .gguf file that holds them."""
     copy: bool = False
     """Copy the weights instead of linking to them."""
     no_self_test: bool = False
@@ -103,8 +114,7 @@ def run_export(settings: ExportSettings) -> Path:
         with _temporary(target) as temporary:
             folder = Path(temporary) / "export"
             folder.mkdir()
-            write = write_gguf_folder if settings.to == "gguf" else write_hook_folder
-            lines = write(
+            lines = _WRITERS[settings.to](
                 checkpoint,
                 tokenizer,
                 folder,

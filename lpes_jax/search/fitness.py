@@ -23,9 +23,10 @@ from lpes_jax.errors import UserError
 from lpes_jax.factors import array_of, json_of
 from lpes_jax.finite import WAY_OUT, place, shown
 from lpes_jax.generation import GeneratedScorer
-from lpes_jax.mesh import make_mesh, mesh_of, put_model
+from lpes_jax.mesh import make_mesh, mesh_of
 from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.model import Llama
+from lpes_jax.models.llama.sharding import put_model
 from lpes_jax.report.progress import SearchProgress
 from lpes_jax.rope import Granularity
 from lpes_jax.scoring import OptionScorer, Scorer, Scores

@@ -9,7 +9,8 @@ import pytest
 from descents import haystacks, looks_of
 
 import lpes_jax as lj
-from lpes_jax.mesh import make_mesh, put_model
+from lpes_jax.mesh import make_mesh
+from lpes_jax.models.llama.sharding import put_model
 from lpes_jax.search import gradient
 from lpes_jax.search.algorithms import box_parameters, factors_applied
 from lpes_jax.search.gradient import GradientSettings, Look

@@ -19,9 +19,10 @@ from lpes_jax import scoring
 from lpes_jax.compilation import compilations
 from lpes_jax.errors import UserError
 from lpes_jax.generation import generate_ids
-from lpes_jax.mesh import BY_POPULATION, EVERYWHERE, make_mesh, over_population, put, put_model
+from lpes_jax.mesh import BY_POPULATION, EVERYWHERE, make_mesh, over_population, put
 from lpes_jax.methods.ms_poe import ms_poe
 from lpes_jax.models.llama.method import of_table
+from lpes_jax.models.llama.sharding import put_model
 from lpes_jax.prefixes import pack_rows
 from lpes_jax.rope import RopeTable, scale_layers
 from lpes_jax.scoring import Scorer, batch_scores, population_scores
