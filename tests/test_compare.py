@@ -1,15 +1,15 @@
 """The verb compare, on a tiny random model: everything is measured, nothing is claimed of its accuracy."""
 
 import json
+import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from nursery import VERB
 
 from lpes_jax.compare import NAMES, CompareSettings, run_comparison
 from lpes_jax.errors import UserError
@@ -83,23 +83,20 @@ def test_what_cannot_be_had_is_named(model_folder, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_comparison_that_is_killed_goes_on(compared, model_folder, tmp_path):
+def test_a_comparison_that_is_killed_goes_on(compared, nursery, model_folder, tmp_path):
     folder, whole = compared
     names = ("baseline", "uniform", "self_extend", "lpes")
     out, flags = tmp_path / "out", ["--positions", "0", "100", "--model", str(model_folder)]
     for name, value in SMALL.items():
         flags += [f"--{name.replace('_', '-')}", str(value)]
     flags += ["--factors", str(folder / "factors.json")]
-    command = [sys.executable, "-m", "lpes_jax.compare", *flags, "--output-path", str(out), "--methods", *names]
-    measured, log, begun = out / "unfinished/uniform.measured.json", tmp_path / "log.txt", time.monotonic()
-    with log.open("w") as file:
-        process = subprocess.Popen(command, stderr=file, stdout=subprocess.DEVNULL)
-        while not measured.exists() and process.poll() is None and time.monotonic() < begun + 300:
-            time.sleep(0.01)
-        process.send_signal(signal.SIGTERM)
-        process.wait(timeout=300)
-    said = log.read_text()
-    assert process.returncode == 143 and said.strip().splitlines()[-1].endswith("--resume goes on from there")
+    measured, log, end = out / "unfinished/uniform.measured.json", tmp_path / "log.txt", time.monotonic() + 120
+    pid = nursery.run(VERB, log, "compare", *flags, "--output-path", out, "--methods", *names)
+    while not measured.exists():
+        assert time.monotonic() < end, log.read_text()
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGTERM)
+    assert nursery.wait(pid) == 143 and log.read_text().strip().splitlines()[-1].endswith("--resume goes on from there")
     assert not (out / "results.json").exists()
 
     settings = CompareSettings.of(

@@ -4,7 +4,6 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,13 +40,6 @@ def work(nothing):
 
 raise SystemExit(run_verb(Nothing(), work, "", arguments, "work", many_hosts=True))
 """
-
-
-@pytest.fixture(scope="module")
-def nursery(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    nursery = Nursery(model_folder, tmp_path_factory.mktemp("hosts"))
-    yield nursery
-    nursery.process.communicate()
 
 
 def flags_of_two() -> list[tuple[object, ...]]:

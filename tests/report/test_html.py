@@ -17,6 +17,7 @@ from lpes_jax.report.html import write_page
 from lpes_jax.report.plots import factors_by_layer, search_history, u_curve
 from lpes_jax.report.tables import Row, markdown
 
+pytestmark = pytest.mark.pictures
 MODEL = '<script>alert(1)</script>&"a|b" ' + "long/" * 40
 ROWS = [Row(f"{MODEL} {at}", (90.7, 56.7, 95.0), 80.8, 1.3, p=0.0441) for at in range(3)]
 RECORD = {

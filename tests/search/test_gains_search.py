@@ -49,7 +49,7 @@ def prompts_of(seed: int, count: int = 6) -> list[EncodedPrompt]:
     ]
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ["ga", "gradient", pytest.param("cma_es", marks=pytest.mark.long)])
 def test_searches_of_gains_and_of_both(model_folder, tmp_path, algorithm, capsys):
     command = ["--model", str(model_folder), *SMALL, *ALGORITHMS[algorithm].split()]
     for learn in ("gains", "both"):
@@ -116,7 +116,7 @@ def test_a_frequency_may_stand_still(model_folder, tmp_path, capsys):
     assert main([*command, "--output-path", str(tmp_path / "run"), "--resume"]) == 0
 
 
-@pytest.mark.parametrize("curve", ["free", "shared"])
+@pytest.mark.parametrize("curve", ["free", pytest.param("shared", marks=pytest.mark.long)])
 def test_pruning_leaves_few_numbers_and_fits_them_on(model_folder, tmp_path, curve, capsys):
     command = ["--model", str(model_folder), *SMALL, "--algorithm", "gradient", "--learn", "both", "--prune", "0.1"]
     command += [

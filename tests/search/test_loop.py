@@ -1,6 +1,6 @@
 """Whole searches on a tiny model: what the history says is checked line by line against the paper's rules, in NumPy.
 
-The 512 individuals of the paper's preset are scored by a formula; the smaller searches are scored by the model.
+Individuals are scored by a formula where the search is what is tested, and by the model elsewhere.
 """
 
 import json
@@ -86,13 +86,17 @@ def scored_as(kind: type[Scorer], **attributes: object) -> Callable[..., Scorer]
     return make
 
 
+def run_by_formula(settings: SearchSettings, model: Llama, tokenizer: PreTrainedTokenizerFast) -> tuple[list[dict], dict]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "make_scorer", scored_as(Analytic))
+        return run(settings, model, tokenizer)
+
+
 @pytest.fixture(scope="module")
 def paper_run(tmp_path_factory, guesser, tokenizer) -> tuple[SearchSettings, list[dict], dict]:
     # Three layers hold three control points on the paper's lattice; everything else is the preset.
     settings = preset("paper", **TINY, control_points=3, output_path=tmp_path_factory.mktemp("paper") / "run")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "make_scorer", scored_as(Analytic))
-        return settings, *run(settings, guesser, tokenizer)
+    return settings, *run_by_formula(settings, guesser, tokenizer)
 
 
 def ga_of(settings: SearchSettings, config: LlamaConfig) -> PaperGA:
@@ -212,23 +216,26 @@ SMALL = TINY | {"population_size": 5, "parents": 3, "mutations": 3, "crossovers"
 @pytest.fixture(scope="module")
 def small_run(tmp_path_factory, guesser, tokenizer) -> tuple[SearchSettings, str]:
     settings = preset("default", **SMALL, output_path=tmp_path_factory.mktemp("small") / "run")
-    run(settings, guesser, tokenizer)
+    run_by_formula(settings, guesser, tokenizer)
     return settings, (settings.run.output_path / "history.jsonl").read_text()
 
 
 def test_the_same_seed_gives_the_same_history_and_another_does_not(small_run, tmp_path, guesser, tokenizer):
     settings, history = small_run
-    run(settings.replace(output_path=tmp_path / "again"), guesser, tokenizer)
+    run_by_formula(settings.replace(output_path=tmp_path / "again"), guesser, tokenizer)
     assert (tmp_path / "again" / "history.jsonl").read_text() == history
-    run(settings.replace(seed=1, output_path=tmp_path / "other"), guesser, tokenizer)
+    run_by_formula(settings.replace(seed=1, output_path=tmp_path / "other"), guesser, tokenizer)
     assert (tmp_path / "other" / "history.jsonl").read_text() != history
 
 
-def test_batch_size_and_chunk_change_no_individual_and_no_verdict(small_run, tmp_path, guesser, tokenizer):
-    settings, history = small_run
-    changed = settings.replace(batch_size=2, population_chunk=2, output_path=tmp_path / "run")
+def test_batch_size_and_chunk_change_no_individual_and_no_verdict(tmp_path, guesser, tokenizer):
+    settings = preset("default", **SMALL, output_path=tmp_path / "a")
+    history, _ = run(settings, guesser, tokenizer)
+    changed = settings.replace(batch_size=2, population_chunk=2, output_path=tmp_path / "b")
     lines, _ = run(changed, guesser, tokenizer)
-    assert_same_history(lines, [json.loads(line) for line in history.splitlines()])
+    assert_same_history(lines, history)
+    again, _ = run(settings.replace(output_path=tmp_path / "c"), guesser, tokenizer)
+    assert again == history  # to the last digit, where the programs are the same
 
 
 def assert_same_history(ours: list[dict], theirs: list[dict]) -> None:
@@ -259,7 +266,7 @@ def test_a_cut_off_run_resumes_to_the_same_files(small_run, tmp_path, guesser, t
     sweep = (original.run.output_path / "uniform.json").read_text()
     if uniform is not None:
         (folder / "uniform.json").write_text(sweep if uniform == "whole" else uniform)
-    _, extra = run(original.replace(output_path=folder, resume=True), guesser, tokenizer)
+    _, extra = run_by_formula(original.replace(output_path=folder, resume=True), guesser, tokenizer)
     assert (folder / "history.jsonl").read_text() == history and (folder / "uniform.json").read_text() == sweep
     scored = sum(not json.loads(line)["cached"] for line in history.splitlines()) + json.loads(sweep)["evaluations"]
     assert extra["result"].factors.search["evaluations"] == scored
@@ -285,10 +292,10 @@ def test_other_questions_in_the_same_file_are_refused(tmp_path, guesser, tokeniz
     rows = [{"ordered_kv_records": of_row, "key": of_row[1][0], "value": of_row[1][1]} for of_row in pairs]
     settings = settings.replace(key_length=None)
     settings.task.data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run(settings, guesser, tokenizer)
+    run_by_formula(settings, guesser, tokenizer)
     moved = settings.replace(data=tmp_path / "moved.jsonl", resume=True)
     settings.task.data.rename(moved.task.data)
-    history, _ = run(moved, guesser, tokenizer)  # the contents count, not the name
+    history, _ = run_by_formula(moved, guesser, tokenizer)  # the contents count, not the name
     moved.task.data.write_text(moved.task.data.read_text().replace('"2"', '"4"'))
     with pytest.raises(UserError, match="--data with sha256 '.*questions with sha256 '"):
         run(moved, guesser, tokenizer)
@@ -364,7 +371,7 @@ def test_selection_is_the_weighted_accuracy_where_chosen_and_held_out(paper_run)
 def test_other_curves_search_too(tmp_path, guesser, tokenizer, curve):
     changes = SMALL | {"generations": 1, "control_points": None if curve == "free" else 3}
     settings = preset("default", **changes, curve=curve, output_path=tmp_path / "run")
-    history, _ = run(settings, guesser, tokenizer)
+    history, _ = run_by_formula(settings, guesser, tokenizer)
     if curve == "free":
         assert all(line["factors"] == pytest.approx([y for _, y in line["control_points"]]) for line in history)
     assert len({tuple(line["factors"]) for line in history}) > 1
@@ -373,7 +380,7 @@ def test_other_curves_search_too(tmp_path, guesser, tokenizer, curve):
 def test_the_curve_may_scale_some_layers_only(tmp_path, guesser, tokenizer):
     small = {"control_points": 2, "population_size": 6, "parents": 2, "mutations": 2, "crossovers": 0, "generations": 2}
     settings = preset("default", **TINY, **small, layers="1:", output_path=tmp_path / "run")
-    history, extra = run(settings, guesser, tokenizer)
+    history, extra = run_by_formula(settings, guesser, tokenizer)
     for line in history:  # a straight line of two points over layers 1 and 2
         assert line["factors"] == [1.0, *(y for _, y in np.array(line["control_points"]).round(7).tolist())]
     assert len({tuple(line["factors"]) for line in history}) > 3
@@ -393,7 +400,7 @@ def test_layers_that_are_none_are_refused(layers):
 
 def test_log_likelihood_can_be_the_fitness(tmp_path, guesser, tokenizer):
     settings = preset("default", **SMALL, fitness="log_likelihood", output_path=tmp_path / "run")
-    history, _ = run(settings, guesser, tokenizer)
+    history, _ = run_by_formula(settings, guesser, tokenizer)
     for line in history:
         likelihood = line["log_likelihood"]
         weighted = 0.2 * likelihood["0"] + 0.3 * likelihood["50"] + 0.5 * likelihood["100"]

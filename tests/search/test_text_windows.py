@@ -104,6 +104,7 @@ def test_a_better_text_on_the_whole_is_refused_for_one_worse_quarter():
     assert rises_within(0.0, first, first) and rises_within(0.0, [], [])
 
 
+@pytest.mark.long
 def test_a_search_with_text_at_two_lengths_resumes_to_the_same_history(guesser, tokenizer, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 60, encoding="utf-8")
