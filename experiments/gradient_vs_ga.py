@@ -50,7 +50,7 @@ def run(spec: Spec, s: Any) -> dict[str, Any]:
         summary["grid"], of_grid = grid_summary(spec, s)
         summary |= provenance(of_grid)
     if appendix:
-        loaded = loaded_once(s.model, s.search().dtype)
+        loaded = loaded_once(s.model, s.search().devices.dtype)
         summary["appendix"] = {name: appendix_figures(appendix[name], record, loaded) for name, record in records.items()}
         summary |= provenance(list(records.values()))
     return summary
@@ -67,11 +67,11 @@ def tables(spec: Spec, s: Any, summary: Mapping[str, Any]) -> list[str]:
 def group_cells(spec: Spec, s: Any, curve: str, box: str, seed: int) -> dict[str, SearchSettings]:
     """The searches of a group whose sizes are known; the others' sizes are the results of these."""
     common = s.search(curve=curve, seed=seed, **spec.fixed, **spec.own["boxes"][box]["flags"])
-    others = replace(common, uniform_candidates=1)  # the uniform factor is tuned once a group, in its first search
+    others = common.replace(uniform_candidates=1)  # the uniform factor is tuned once a group, in its first search
     return {
-        "ga_accuracy": replace(common, move_x=False),
-        "ga_likelihood": replace(others, fitness="log_likelihood", move_x=False),
-        "gradient": replace(others, algorithm="gradient", move_x=s.move_x and curve == "bezier"),
+        "ga_accuracy": common.replace(move_x=False),
+        "ga_likelihood": others.replace(fitness="log_likelihood", move_x=False),
+        "gradient": others.replace(algorithm="gradient", move_x=s.move_x and curve == "bezier"),
     }
 
 
@@ -87,9 +87,9 @@ def run_group(spec: Spec, s: Any, curve: str, box: str, seed: int) -> dict[str, 
     for name, settings in cells.items():
         run_one(name, settings)
     gradient, ga = cells["gradient"], done["ga_likelihood"]
-    run_one("gradient_prompts", replace(gradient, steps=steps_for_prompts(s, done["gradient"], prompts(s, ga))))
+    run_one("gradient_prompts", gradient.replace(steps=steps_for_prompts(s, done["gradient"], prompts(s, ga))))
     if s.equal_seconds:
-        run_one("gradient_seconds", replace(gradient, steps=steps_for_seconds(done["gradient"], seconds(ga))))
+        run_one("gradient_seconds", gradient.replace(steps=steps_for_seconds(done["gradient"], seconds(ga))))
     return done
 
 
@@ -205,11 +205,11 @@ def appendix_figures(settings: SearchSettings, record: dict[str, Any], loaded: L
     start, end = np.array(first["factors"]), np.array(last["factors"])
     outcomes = held_out(settings, loaded, {"start": LayerFactors(start), "end": LayerFactors(end)})
     return {
-        "start": settings.initial_factor,
+        "start": settings.space.initial_factor,
         "steps": last["step"],
         "moved": (end - start).tolist(),
         "loss": [first["task_losses"][0], last["task_losses"][0]],
-        "figures": figures_of(list(outcomes.values()), slots_of(task_of(settings), settings.positions)),
+        "figures": figures_of(list(outcomes.values()), slots_of(task_of(settings.task), settings.questions.positions)),
         "p_end_against_start": paired_permutation_test(outcomes["end"].main, outcomes["start"].main),
     }
 

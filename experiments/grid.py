@@ -14,7 +14,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -29,7 +29,7 @@ from lpes_jax.factors import LayerFactors, read_json
 from lpes_jax.models.llama import Loaded, load
 from lpes_jax.search import SearchSettings, preset, run_search
 from lpes_jax.search.fitness import fit
-from lpes_jax.search.settings import as_record
+from lpes_jax.settings.search import as_record
 from lpes_jax.store.files import write_json, write_text
 from lpes_jax.tasks.flags import task_of, title_of
 
@@ -81,21 +81,21 @@ class GridFlags:
 
     def search(self, **changes: Any) -> SearchSettings:
         """The settings of a cell: the preset, what the flags give, and changes."""
-        own = {field.name for field in fields(SearchSettings)} - {"output_path"}
+        own = SearchSettings().flat().keys() - {"output_path"}
         given = {name: value for name, value in vars(self).items() if name in own and value not in (None, ())}
         if self.task == "mdqa":
             given["distractors"] = "random"
         settings = preset(self.preset, **(given | changes))
-        return replace(settings, parents=min(settings.parents, settings.population_size))
+        return settings.replace(parents=min(settings.ga.parents, settings.ga.population_size))
 
     def describe(self, paper: str) -> str:
         """The lines under a title: what ours is, and that the paper's rows are of another model."""
         settings = self.search()
-        task = task_of(settings)
-        metric = (settings.metrics or default_metrics(task))[0]
+        task = task_of(settings.task)
+        metric = (settings.questions.metrics or default_metrics(task))[0]
         return (
-            f"Ours: {Path(self.model).name}, {title_of(settings, task)}, {settings.limit} search examples, "
-            f"{settings.test_limit} held-out questions, accuracy in percent ({metric}), preset {self.preset}, seeds "
+            f"Ours: {Path(self.model).name}, {title_of(settings.task, task)}, {settings.questions.limit} search examples, "
+            f"{settings.questions.test_limit} held-out questions, accuracy in percent ({metric}), preset {self.preset}, seeds "
             f"{' '.join(map(str, self.seeds))}. With one seed ± is the standard error over questions, with several the sample "
             "standard deviation over seeds; p: paired permutation over questions, against the baseline of the same seed."
             f"\n\n{paper}\n"
@@ -155,9 +155,9 @@ def run_cells(cells: Mapping[str, SearchSettings], flags: GridFlags) -> None:
         if not (folder / "results.json").exists():
             print(f"== {name}", flush=True)
             resume = (folder / "history.jsonl").exists()
-            loaded = loaded_once(settings.model, settings.dtype)
-            measured = measured_once(settings.model, settings.dtype)
-            run_search(replace(settings, output_path=folder, resume=resume), loaded, measured)
+            loaded = loaded_once(settings.run.model, settings.devices.dtype)
+            measured = measured_once(settings.run.model, settings.devices.dtype)
+            run_search(settings.replace(output_path=folder, resume=resume), loaded, measured)
 
 
 @lru_cache(maxsize=1)
@@ -202,28 +202,29 @@ def scores(record: Mapping[str, Any], method: str = "lpes") -> Float[np.ndarray,
 
 def check_held_out(settings: SearchSettings, loaded: Loaded) -> None:
     """Raise UserError where `held_out` would, for prompts that are too long."""
-    task = task_of(settings)
-    places = slots_of(task, settings.positions)
-    prompts = [task.prompt(it, *place) for it in task.examples("test", settings.test_limit, settings.seed) for place in places]
-    generates = (settings.metrics or default_metrics(task))[0] != "prefix"
+    task = task_of(settings.task)
+    places = slots_of(task, settings.questions.positions)
+    examples = task.examples("test", settings.questions.test_limit, settings.run.seed)
+    prompts = [task.prompt(it, *place) for it in examples for place in places]
+    generates = (settings.questions.metrics or default_metrics(task))[0] != "prefix"
     fit(settings, loaded.model.config, task, loaded.tokenizer, prompts, generates)
 
 
 def held_out(settings: SearchSettings, loaded: Loaded, candidates: Mapping[str, LayerFactors]) -> dict[str, Outcome]:
     """The model as it is, under `baseline`, and factors by name, all on the held-out questions that the settings describe."""
-    task = task_of(settings)
+    task = task_of(settings.task)
     outcomes = evaluate(
         loaded.model,
         loaded.tokenizer,
         task,
-        task.examples("test", settings.test_limit, settings.seed),
-        slots_of(task, settings.positions),
+        task.examples("test", settings.questions.test_limit, settings.run.seed),
+        slots_of(task, settings.questions.positions),
         [Candidate(BASELINE), *(Candidate(name, factors) for name, factors in candidates.items())],
-        metrics=settings.metrics or default_metrics(task)[:1],
-        max_new_tokens=settings.max_new_tokens,
+        metrics=settings.questions.metrics or default_metrics(task)[:1],
+        max_new_tokens=settings.questions.max_new_tokens,
         stop_ids=loaded.stop_ids,
-        overlength=settings.overlength,
-        batch_size=settings.batch_size,
+        overlength=settings.questions.overlength,
+        batch_size=settings.devices.batch_size,
     )
     return {outcome.candidate.name: outcome for outcome in outcomes}
 

@@ -163,13 +163,13 @@ def equal_evaluations(s: GridFlags, changes: Mapping[str, Any]) -> dict[str, Any
     """What lets a search have as many individuals scored as the others, or take the steps that as many prompts pay for."""
     usual, budget = s.search(**changes), getattr(s, "budget", None)
     if usual.algorithm == "gradient":
-        prompts = (budget or 0) * usual.limit * len(usual.search_positions)
-        return {} if s.steps else {"steps": max(1, round(prompts / (PASSES_PER_STEP * usual.minibatch_size)))}
+        prompts = (budget or 0) * usual.questions.limit * len(usual.objective.search_positions)
+        return {} if s.steps else {"steps": max(1, round(prompts / (PASSES_PER_STEP * usual.gradient.minibatch_size)))}
     if budget is not None:
         return {"max_evaluations": budget, "generations": budget}  # generations are never the limit
     own = s.search()
-    budget = own.population_size + own.generations * (own.mutations + 2 * own.crossovers)
-    needed = math.ceil(max(budget - usual.population_size, 0) / (usual.mutations + 2 * usual.crossovers))
+    budget = own.ga.population_size + own.ga.generations * (own.ga.mutations + 2 * own.ga.crossovers)
+    needed = math.ceil(max(budget - usual.ga.population_size, 0) / (usual.ga.mutations + 2 * usual.ga.crossovers))
     return {"max_evaluations": budget, "generations": 2 * needed}
 
 
@@ -178,7 +178,7 @@ def run(spec: Spec, s: GridFlags) -> dict[str, Any]:
     cells, refused = cells_of(spec, s), {}
     if spec.measure:
         settings = held_out_settings(s)
-        check_held_out(settings, loaded_once(s.model, settings.dtype))
+        check_held_out(settings, loaded_once(s.model, settings.devices.dtype))
     for number, ((name, seed), cell) in enumerate(cells.items()):
         if in_part(number, s.part) and name not in refused:
             try:
@@ -248,7 +248,7 @@ def held_out_settings(s: GridFlags) -> SearchSettings:
 def measured(spec: Spec, s: Any, records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What is measured together on one set of questions, and what is said of all of it."""
     settings = held_out_settings(s)
-    loaded = loaded_once(s.model, settings.dtype)
+    loaded = loaded_once(s.model, settings.devices.dtype)
     if spec.measure == "uniform":
         layers = loaded.model.config.num_layers
         candidates = {f"{factor:g}": LayerFactors.uniform(factor, layers) for factor in s.factors}
@@ -256,7 +256,7 @@ def measured(spec: Spec, s: Any, records: Sequence[dict[str, Any]]) -> dict[str,
         of_sets = zip(s.seeds, records, strict=True)
         candidates = {f"LPES (set {seed})": LayerFactors.load(record["folder"] / "factors.json") for seed, record in of_sets}
     outcomes = held_out(settings, loaded, candidates)
-    ours = figures_of(list(outcomes.values()), slots_of(task_of(settings), settings.positions))
+    ours = figures_of(list(outcomes.values()), slots_of(task_of(settings.task), settings.questions.positions))
     if spec.measure == "uniform":
         by_position = np.array([list(ours[name]["acc_by_position"].values()) for name in candidates])
         best = [*by_position.argmax(axis=0), by_position.mean(axis=1).argmax()]

@@ -97,6 +97,7 @@ def test_a_method_that_looks_at_all_heads_scores_and_writes_the_same(scorers, mo
     make = ms_poe(first_layer=0)  # its statistic is of all heads
     wanted, *others = (scorers[mesh].of_method(make(tiny_model.config, scorers[mesh].longest)) for mesh in MESHES)
     same(wanted, *others)
+    assert len(scorers[EIGHT]._plan("rows").passes[0].batch.tokens) == 8  # four rows, and what fills the other devices
     generate = partial(generate_ids, prompts=[prompt.ids for prompt in prompts], max_new_tokens=3)
     new = [generate(models[mesh], make_method=partial(make, tiny_model.config)) for mesh in MESHES]
     assert new[0] == new[1] == new[2] != generate(tiny_model)

@@ -72,7 +72,7 @@ def test_a_spec_names_searches_that_can_be_run_and_rows_that_it_has(name: str):
         }
     for cell in cells.values():
         check(cell)
-    assert len({json.dumps(vars(cell), default=str) for cell in cells.values()}) == len(cells)  # no two are one search
+    assert len({json.dumps(cell.flat(), default=str) for cell in cells.values()}) == len(cells)  # no two are one search
     assert (
         {cell for _, cell, _ in spec.rows or ()} <= {"", *spec.settings()} >= {cell for pair in spec.tests for cell in pair[:2]}
     )
@@ -82,7 +82,7 @@ def test_a_spec_names_searches_that_can_be_run_and_rows_that_it_has(name: str):
         assert {title for title, _, _ in spec.rows or ()} == spec.paper.keys()
         assert {len(cells) for cells in spec.paper.values()} == {len(spec.paper_columns)}
     elif spec.code == "table_spec":  # a figure for each position, and the mean, which is theirs up to rounding
-        positions = next(iter(cells.values())).positions if cells else s.search().positions
+        positions = (next(iter(cells.values())) if cells else s.search()).questions.positions
         for values in ([*map(float, row.split())] for row in spec.paper.values()):
             assert len(values) == len(positions) + 1 and abs(np.mean(values[:-1]) - values[-1]) < 0.5
 
@@ -127,14 +127,14 @@ def test_tables_and_scripts_explain_themselves(name: str, capsys: pytest.Capture
 def test_cells_have_equal_evaluations():
     spec = table_spec.read_spec("population_size")
     cells = table_spec.cells_of(spec, flags_of(spec))  # the paper's: 32 + 20 x (16 + 2 x 4)
-    assert {cell.max_evaluations for cell in cells.values()} == {512}
-    assert {name: cell.generations for (name, _), cell in cells.items()} == {"8": 168, "16": 84, "32": 40, "64": 20}
+    assert {cell.ga.max_evaluations for cell in cells.values()} == {512}
+    assert {name: cell.ga.generations for (name, _), cell in cells.items()} == {"8": 168, "16": 84, "32": 40, "64": 20}
     spec = table_spec.read_spec("strategies")
     s = flags_of(spec, budget=100, limit=40, cells=("cma_es", "gradient"))
     gradient, cma_es = table_spec.cells_of(spec, s)["gradient", 0], table_spec.cells_of(spec, s)["cma_es", 0]
-    assert (cma_es.max_evaluations, cma_es.generations, cma_es.fitness) == (100, 100, "log_likelihood")
-    assert gradient.steps == 100 * 40 * 3 // (4 * 24) and gradient.max_evaluations is None
-    assert table_spec.cells_of(spec, replace(s, steps=7))["gradient", 0].steps == 7
+    assert (cma_es.ga.max_evaluations, cma_es.ga.generations, cma_es.objective.fitness) == (100, 100, "log_likelihood")
+    assert gradient.gradient.steps == 100 * 40 * 3 // (4 * 24) and gradient.ga.max_evaluations is None
+    assert table_spec.cells_of(spec, replace(s, steps=7))["gradient", 0].gradient.steps == 7
     with pytest.raises(UserError, match="--cells sgd: the cells of this table are ga, gradient, random"):
         table_spec.cells_of(spec, replace(s, cells=("sgd",)))
 
