@@ -26,21 +26,21 @@ SPECS = sorted(path.stem for path in table_spec.SPECS.glob("*.toml"))
 TINY: dict[str, Any] = {"model": "tiny-retriever", "preset": "quick", "limit": 50, "test_limit": 300, "seeds": (0, 1, 2)}
 QWEN = "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
 COMMITTED: dict[str, tuple[str, dict[str, Any]]] = {  # folder: its spec, and the flags that its summary.json does not have
-    "tiny_retriever/table06_curve_types": ("table06_curve_types", TINY),
-    "tiny_retriever/table07_control_points": ("table07_control_points", TINY),
-    "tiny_retriever/table08_search_sets": ("table08_search_sets", TINY | {"seeds": (0, 1, 2, 3, 4)}),
-    "tiny_retriever/table15_weights": ("table15_weights", TINY),
-    "tiny_retriever/table16_deeper": ("table16_deeper", TINY),
-    "tiny_retriever/population_size": ("population_size", TINY),
-    "tiny_retriever/strategies": ("strategies", TINY | {"limit": 30, "test_limit": 200, "seeds": (0,)}),
-    "tiny_retriever/uniform_sweep": ("uniform_sweep", TINY | {"limit": None, "seeds": (0,)}),
-    "gradient/table11_smollm2_kv": ("table11_gradient_vs_ga", {"num_pairs": 5, "limit": 25, "test_limit": 150}),
-    "gradient/table11_qwen_kv": ("table11_gradient_vs_ga", {"model": QWEN, "limit": 12, "test_limit": 150}),
-    "gradient/table11_qwen_mdqa": (
+    "table06_curve_types/tiny_retriever": ("table06_curve_types", TINY),
+    "table07_control_points/tiny_retriever": ("table07_control_points", TINY),
+    "table08_search_sets/tiny_retriever": ("table08_search_sets", TINY | {"seeds": (0, 1, 2, 3, 4)}),
+    "table15_weights/tiny_retriever": ("table15_weights", TINY),
+    "table16_deeper/tiny_retriever": ("table16_deeper", TINY),
+    "population_size/tiny_retriever": ("population_size", TINY),
+    "strategies/tiny_retriever": ("strategies", TINY | {"limit": 30, "test_limit": 200, "seeds": (0,)}),
+    "uniform_sweep/tiny_retriever": ("uniform_sweep", TINY | {"limit": None, "seeds": (0,)}),
+    "table11_gradient_vs_ga/smollm2_kv": ("table11_gradient_vs_ga", {"num_pairs": 5, "limit": 25, "test_limit": 150}),
+    "table11_gradient_vs_ga/qwen_kv": ("table11_gradient_vs_ga", {"model": QWEN, "limit": 12, "test_limit": 150}),
+    "table11_gradient_vs_ga/qwen_mdqa": (
         "table11_gradient_vs_ga",
         {"model": "qwen.gguf", "task": "mdqa", "data": Path(__file__), "metrics": ("prefix",), "limit": 20, "test_limit": 150},
     ),
-    "gradient/appendix_c_smollm2": ("table11_gradient_vs_ga", {"num_pairs": 5, "test_limit": 200, "seeds": (0,)}),
+    "table11_gradient_vs_ga/appendix_c_smollm2": ("table11_gradient_vs_ga", {"num_pairs": 5, "test_limit": 200, "seeds": (0,)}),
 }
 
 
