@@ -2,7 +2,7 @@
 
 A folder that holds a run is no place for another: a finished one is replaced only by a run of its kind, and with --overwrite.
 `evaluate` and `compare` are of one kind, they leave the same files; a search is told by its `history.jsonl`, an exported model
-by `lpes_torch.py`. Other files in a folder are left alone.
+by `exported.json` or `lpes_torch.py`. Other files in a folder are left alone.
 """
 
 import contextlib
@@ -19,7 +19,12 @@ from lpes_jax import process
 from lpes_jax.errors import UserError
 
 Verb = Literal["search", "evaluate", "compare", "export"]
-_TOLD_BY = {"history.jsonl": "search", "lpes_torch.py": "export", "results.json": "measured"}  # in this order
+_TOLD_BY = {  # in this order
+    "history.jsonl": "search",
+    "exported.json": "export",
+    "lpes_torch.py": "export",  # of the first release
+    "results.json": "measured",
+}
 _CALLED = {"search": "a search", "export": "an exported model", "measured": "the results of an evaluation or comparison"}
 _KIND = {"search": "search", "export": "export", "evaluate": "measured", "compare": "measured"}
 _SHARED = ("results.json", "results.md", "samples.jsonl", "report.html", "positions*.png", "positions*.svg")

@@ -40,6 +40,7 @@ def test_it_loses_the_middle_of_a_long_prompt():
     assert middle <= min(begin, end) - 25
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_search_on_few_questions_repairs_it_on_others(tmp_path):
     command = [sys.executable, "-m", "lpes_jax.search", *SMALL_SEARCH, "--output-path", str(tmp_path / "run")]
@@ -75,6 +76,7 @@ def test_transformers_gives_the_same_logits():
     np.testing.assert_array_equal(np.argmax(logits, -1), np.argmax(wanted, -1))
 
 
+@pytest.mark.long
 def test_the_wheel_has_it(tmp_path):
     source, site, elsewhere = tmp_path / "source", tmp_path / "site", tmp_path / "elsewhere"
     elsewhere.mkdir()

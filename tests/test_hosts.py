@@ -76,6 +76,7 @@ def same_as_alone(folder: Path) -> bool:
     return untroubled(folder / "0") == untroubled(folder / "alone") and only and "lpes" not in quiet and "prompts" not in quiet
 
 
+@pytest.mark.long
 def test_a_pair_of_which_one_was_killed_finds_what_one_process_finds(nursery, tmp_path):
     assert nursery.search(tmp_path / "alone", "ga") == 0, log(tmp_path / "alone")
     first, second = pair(nursery, tmp_path, "ga")

@@ -135,6 +135,7 @@ def test_every_family_and_kind_is_here():
     assert {rope.split("-")[0] for rope in ROPES} == set(ROPE_TYPES)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family, rope", CASES)
 def test_equals_transformers_at_twelve_tokens(tmp_path, family, rope):
     config = hf_config(family, rope)
@@ -166,6 +167,7 @@ LONG_CASES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", LONG_CASES)
 def test_equals_transformers_at_two_thousand_tokens(tmp_path, name):
     family, rope, changes = LONG_CASES[name]

@@ -7,7 +7,9 @@ Live where torch is there; elsewhere against values recorded from it in tests/go
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,15 +85,18 @@ def golden() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def ours(smollm2_path, golden) -> dict[str, Run]:
+def ours(smollm2_path, golden) -> Callable[[str], Run]:
     model = lj.load_model(str(smollm2_path), "float32")
     tokens = jnp.array([golden["prompt_ids"]], jnp.int32)
-    runs = {}
-    for name, values in FACTORS.items():
+
+    @cache
+    def run(name: str) -> Run:
+        values = FACTORS[name]
         factors = None if values is None else lj.LayerFactors(np.array(values))
         new = generate_ids(model, [golden["prompt_ids"]], factors=factors and factors.factors, max_new_tokens=NEW, batch_size=1)
-        runs[name] = Run(np.asarray(lj.logits(model, tokens, factors))[0], new[0])
-    return runs
+        return Run(np.asarray(lj.logits(model, tokens, factors))[0], new[0])
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -107,11 +112,12 @@ def assert_same_argmax(logits: np.ndarray, wanted: np.ndarray) -> None:
     assert (logits.max(-1) - np.take_along_axis(logits, np.asarray(wanted)[:, None], -1)[:, 0]).max() < 1e-3
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FACTORS)
 def test_smollm2_equals_transformers(ours, reference, golden, name):
     """One pass over prompt and continuation: each new token is theirs if it is the argmax behind all before it."""
-    prompt, (logits, new_ids) = golden["prompt_ids"], ours[name]
+    prompt, (logits, new_ids) = golden["prompt_ids"], ours(name)
     wanted = logits_of_torch(reference, prompt + new_ids, FACTORS[name])
     assert logits.shape == (len(prompt), 49_152) and len(prompt) == 422
     assert np.abs(logits - wanted[:422]).max() < CLOSE
@@ -120,13 +126,13 @@ def test_smollm2_equals_transformers(ours, reference, golden, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FACTORS)
+@pytest.mark.parametrize("name", ["factors", pytest.param("plain", marks=pytest.mark.long)])
 def test_smollm2_equals_what_transformers_gave(ours, golden, name):
-    recorded = golden[name]
+    recorded, found = golden[name], ours(name)
     assert golden["positions"] == POSITIONS and golden["tokens"] == TOKENS and recorded["factors"] == FACTORS[name]
-    assert_same_argmax(ours[name].logits, np.array(recorded["argmax"]))
-    np.testing.assert_allclose(ours[name].logits[np.ix_(POSITIONS, TOKENS)], recorded["logits"], rtol=0, atol=CLOSE)
-    assert ours[name].new_ids == recorded["new_ids"]
+    assert_same_argmax(found.logits, np.array(recorded["argmax"]))
+    np.testing.assert_allclose(found.logits[np.ix_(POSITIONS, TOKENS)], recorded["logits"], rtol=0, atol=CLOSE)
+    assert found.new_ids == recorded["new_ids"]
 
 
 def test_the_recorded_factors_matter(golden):

@@ -151,6 +151,23 @@ def test_our_factors_are_those_of_the_cards():
                 assert f"| {length.split()[0]} pairs, {words} | {' | '.join(cells)} | {mean} |" in card
 
 
+def test_gains_of_the_zoo_are_those_that_were_measured():
+    name, results = "smollm2-135m-instruct", Path(__file__).parents[2] / "experiments/results/gains/smollm2_mixture"
+    found, card = LayerFactors.load(ZOO / name / "factors/gains-mixture.json"), (ZOO / name / "README.md").read_text()
+    cell, baseline = (json.loads((results / f"{file}.json").read_text()) for file in ("gains_seed0", "baseline"))
+    assert (found.factors == 1).all() and found.gains is not None and found.gains_granularity == "layer_band"
+    np.testing.assert_allclose(found.gains, cell["training"]["values"], atol=1e-6)
+    assert set(found.evaluation) == set(cell["targets"])
+    for target, row in found.evaluation.items():
+        is_text, cells = target.startswith("plain text"), []
+        for method, record in (("baseline", baseline), ("found", cell)):
+            scores = np.array(record["targets"][target]["scores"], float)
+            mean = scores.mean(axis=0) if is_text else scores.mean()  # text: in each quarter of the window
+            np.testing.assert_allclose(row[method], mean, atol=1e-4)
+            cells.append(" ".join(f"{value:.3f}" for value in row[method]) if is_text else f"{100 * row[method]:.1f}")
+        assert f"| {cells[0]} | {cells[1]} |" in card, target
+
+
 def test_factors_of_vicuna_are_those_of_the_authors_code():
     # Worked out from the authors' code by others: layers 2 to 31.
     wanted = [1.5, 1.524, 1.543, 1.558, 1.569, 1.576, 1.58, 1.58, 1.577, 1.572, 1.564, 1.553, 1.54, 1.525, 1.509, 1.491]
