@@ -108,9 +108,9 @@ class LayerFactorsLM(TemplateLM):
     Raises UserError for an argument that cannot be, and as `load` and `LayerFactors.load` do.
     """
 
-    def __init__(self, pretrained: Any = "tiny-retriever", **arguments: Any):
+    def __init__(self, pretrained: Any = "tiny-retriever", factors: Any = None, **arguments: Any):
         super().__init__()
-        settings = read_arguments({"pretrained": pretrained, **arguments})
+        settings = read_arguments({"pretrained": pretrained, "factors": factors, **arguments})
         _say_of_device(settings.device)
         found = None if settings.factors is None else LayerFactors.load(settings.factors)
         loaded = load(settings.pretrained, settings.dtype, revision=settings.revision, tokenizer=settings.tokenizer)

@@ -101,12 +101,13 @@ def _flag(what: str, value: Any) -> bool | None:
 
 def _whole(bound: Bound) -> Callable[[str, Any], int | None]:
     def read(what: str, value: Any) -> int | None:
-        plain = _plain(value)
-        if isinstance(plain, str) and plain.strip().isdecimal() and len(plain) < 20:
-            plain = int(plain)
-        if plain is not None:
-            check_number(what, plain, bound)
-        return plain
+        number = _plain(value)
+        if isinstance(number, str) and number.strip().isdecimal() and len(number) < 20:
+            number = int(number)
+        if number is None:
+            return None
+        check_number(what, number, bound)
+        return int(number)
 
     return read
 
