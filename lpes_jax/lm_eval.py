@@ -22,7 +22,8 @@ Generation is greedy. With RoPE of the types `dynamic` and `longrope`, the longe
     prefix_token_id     what the first token of a text is predicted from; by default BOS, else EOS
     enable_thinking     true or false, for the chat template. With true, tasks of log-likelihoods are refused
     think_end_token     what ends the thoughts: an id, or a text. The answer is what follows its last occurrence
-    chat_template_args  more variables for the chat template, as {"reasoning_effort": "low"}; `chat_template` names or is one
+    chat_template_args  more variables for the chat template, as {"reasoning_effort": "low"}; `chat_template` names or is one.
+                        The command line wants a space before it: --model_args pretrained=M 'chat_template_args={"x": 1}'
 
     factors, other_model, max_gen_toks
                         ours: a factors.json or the zoo's by name; to take those of another model; new tokens where a task
@@ -33,10 +34,14 @@ trust_remote_code (code that comes with a model is never run) and offload_folder
 nothing, such as backend=causal or parallelize=False, and refused otherwise, with the way out. Arguments that `hf` would pass on
 to transformers (load_in_8bit, ...) are refused.
 
-It differs from `hf` in three things. An argument in --model_args that the command line has as a flag (batch_size) is no error.
-With a think_end_token, stop texts end the answer and not the thoughts, for every batch size; `hf` stops when all texts of a
-batch hold a stop, wherever that is. A think_end_token that decoded text never has (a special token, as text) is refused; give
-its id. And --use_cache keeps the answers of one model with its factors and settings: other ones are refused, not mixed.
+It differs from `hf` in this:
+
+- An argument of --model_args that is a flag as well (batch_size, device) is no error, unless the two disagree.
+- With a think_end_token, stop texts end the answer and not the thoughts, for every batch size. `hf` stops where all texts of a
+  batch hold a stop text, wherever that is.
+- A think_end_token that no decoded text has (a special token, as text) is refused; its id is what works.
+- --apply_chat_template NAME renders the template of that name; `hf` records the name and renders the default.
+- A file of --use_cache holds the answers of one model with its factors and settings; those of another are refused.
 
 Needs the extra `lm-eval` (lm-evaluation-harness 0.4.13 or later).
 """
@@ -322,8 +327,10 @@ class LayerFactorsLM(TemplateLM):
         except (ValueError, TypeError, OverflowError) as error:
             raise UserError(f"--gen_kwargs, or the task's generation_kwargs: a value is of the wrong kind ({error})") from error
         unknown = [name for name in settings if name not in _GREEDY and settings[name] not in _NO_EFFECT.get(name, ())]
-        if settings["do_sample"] or unknown:
-            raise UserError(f"generation is greedy here: no {(unknown or ['do_sample'])[0]}; take it out, or give --gen_kwargs")
+        if settings["do_sample"]:
+            unknown.append("do_sample" if given.get("do_sample") else "temperature")
+        if unknown:
+            raise UserError(f"generation is greedy here: no {unknown[0]}; take it out, or give other --gen_kwargs")
         if wrong := [text for text in settings["until"] if text is not None and not isinstance(text, str)]:
             raise UserError(f"until holds {wrong[0]!r:.40}, which is not a text; quote it in --gen_kwargs")
         eos = None if self.eot_token_id is None else self.tokenizer.decode([self.eot_token_id])
@@ -363,15 +370,15 @@ class LayerFactorsLM(TemplateLM):
         """
         if not chat_template:
             return None
-        if isinstance(chat_template, str):
-            templates_by_name = self.tokenizer.chat_template
-            names = list(templates_by_name) if isinstance(templates_by_name, dict) else ["default"]
-            if chat_template not in names:
+        by_name = self.tokenizer.chat_template
+        if isinstance(chat_template, str) and isinstance(by_name, dict):
+            if chat_template not in by_name:
                 raise UserError(
-                    f"--apply_chat_template {chat_template:.60}: the tokenizer's chat templates are {', '.join(names)}"
+                    f"--apply_chat_template {chat_template:.60}: the tokenizer's chat templates are {', '.join(by_name)}"
                 )
-            if isinstance(templates_by_name, dict):
-                self._template = chat_template
+            self._template = chat_template
+        elif isinstance(chat_template, str) and chat_template != "default" and by_name is not None:
+            raise UserError(f"--apply_chat_template {chat_template:.60}: the tokenizer has one chat template; give no name")
         return self._chosen_template()
 
     def _chosen_template(self) -> str:
@@ -488,7 +495,8 @@ def _of_the_command_line(error: Exception) -> bool:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     modules = [frame.f_globals.get("__name__", "") for frame in frames]
     at_once = modules[-1] == "lm_eval.evaluator" and frames[-1].f_code.co_name == "simple_evaluate"
-    return at_once or any(name in ("lm_eval.config.evaluate_config", "lm_eval.api.registry") for name in modules)
+    readers = {"lm_eval._cli.utils", "lm_eval.config.evaluate_config", "lm_eval.api.registry"}
+    return at_once or not readers.isdisjoint(modules)
 
 
 if __name__ == "__main__":

@@ -68,7 +68,8 @@ def read_arguments(given: Mapping[str, Any]) -> ModelArguments:
 
 
 def _named(name: str) -> str:
-    return f"{name} in --model_args"
+    """As the user may have said it: three are flags of the harness too."""
+    return f"--{name}" if name in ("batch_size", "max_batch_size", "device") else f"{name} in --model_args"
 
 
 def _plain(value: Any) -> Any:
