@@ -1,4 +1,4 @@
-"""One generation of the paper's search by the command, in GPU-seconds: 20 new individuals x 200 questions x 3 positions.
+"""One generation of the paper's search by the command, in GPU-seconds (Table 10): 20 individuals x 200 questions x 3 positions.
 
     python experiments/bench_search.py --shape llama-2-7b --data nq-open-oracle.jsonl.gz
     python experiments/bench_search.py --data nq-open-oracle.jsonl.gz --search-flags="--queries-per-haystack 5" --name shared
@@ -35,8 +35,8 @@ from lpes_jax.curves import bezier  # noqa: E402
 from lpes_jax.factors import write_json  # noqa: E402
 from lpes_jax.models.llama import load_tokenizer  # noqa: E402
 from lpes_jax.models.llama.checkpoint import save_llama  # noqa: E402
-from lpes_jax.provenance import environment  # noqa: E402
 from lpes_jax.search.genetic import GeneticSettings, PaperGA  # noqa: E402
+from lpes_jax.store.provenance import environment  # noqa: E402
 
 PAPER = {"factors from curves": 5.2, "mutation": 4.5, "crossover": 2.3, "inference": 1167.4}  # seconds on 4 H100s
 PAPER_GPUS = 4

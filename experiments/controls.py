@@ -36,7 +36,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from control_parameters import CONTROLS, START, Applied, Control
-from grid import GridFlags, in_part, markdown_table, run_script, show_p, write_tables
+from grid import GridFlags, end_part, in_part, markdown_table, run_script, show_p, write_tables
 from jaxtyping import Array, Float
 from transfer import TargetFlags, compare, is_text, load_cell, measure, settings_record, show, targets_of
 
@@ -158,8 +158,7 @@ def main(s: Settings) -> None:
             factors = found
             record |= measure(s, targets, loaded, Candidate(name, factors), model)
         write_json(path, record | environment())
-    if s.part != "0/1":
-        raise SystemExit(f"part {s.part} is done; when all are, the same command without --part writes the tables")
+    end_part(s.part)
     records = {name: load_cell(s.output_path / f"{name}.json", used) for name in names}
     scores = {name: _mean_scores([records[name]]) for name in without_numbers} | {
         f"{control}, {count} a layer": _mean_scores([records[f"{control}_{count}_seed{seed}"] for seed in s.seeds])

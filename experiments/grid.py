@@ -11,7 +11,6 @@ Letters: Q questions, S positions.
 """
 
 import json
-import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -26,11 +25,12 @@ from jaxtyping import Float
 
 from lpes_jax.errors import UserError
 from lpes_jax.evaluation import BASELINE, Candidate, Outcome, default_metrics, evaluate, slots_of
-from lpes_jax.factors import LayerFactors, read_json, write_json
+from lpes_jax.factors import LayerFactors, read_json
 from lpes_jax.models.llama import Loaded, load
 from lpes_jax.search import SearchSettings, preset, run_search
 from lpes_jax.search.fitness import fit
 from lpes_jax.search.settings import as_record
+from lpes_jax.store.files import write_json, write_text
 from lpes_jax.tasks.flags import task_of, title_of
 
 
@@ -126,6 +126,22 @@ def in_part(number: int, part: str) -> bool:
     return number % int(match[2]) == int(match[1])
 
 
+def end_part(part: str) -> None:
+    """End the program where `part` is not the whole."""
+    if part != "0/1":
+        raise SystemExit(f"part {part} is done; when all are, the same command without --part writes the tables")
+
+
+def check_same(where: Path, ran: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Raise UserError where what is there was run with other settings than those that are wanted."""
+    for name in sorted({*wanted, *ran}):
+        if ran.get(name) != wanted.get(name):
+            raise UserError(
+                f"{where} was run with {name}={ran.get(name)!r}, not {wanted.get(name)!r}; give the same flags or another "
+                "--output-path"
+            )
+
+
 def run_grid(cells: Mapping[str, SearchSettings], flags: GridFlags) -> dict[str, dict[str, Any]]:
     """Run the cells of the part that are not finished, and return the records of all; a part of the whole ends the program."""
     run_cells({name: cell for number, (name, cell) in enumerate(cells.items()) if in_part(number, flags.part)}, flags)
@@ -158,20 +174,14 @@ def measured_once(model: str, dtype: str) -> dict[Any, Outcome]:
 
 def collect(cells: Mapping[str, SearchSettings], flags: GridFlags) -> dict[str, dict[str, Any]]:
     """The records of all cells. Ends the program after a part of them."""
-    if flags.part != "0/1":
-        raise SystemExit(f"part {flags.part} is done; when all are, the same command without --part writes the tables")
+    end_part(flags.part)
     return {name: record_of(flags.output_path / name, settings) for name, settings in cells.items()}
 
 
 def record_of(folder: Path, settings: SearchSettings) -> dict[str, Any]:
     """What a finished search says about itself: factors, results, history. Raises UserError where its settings were others."""
     ran, wanted = read_json(folder / "config.json")["settings"], json.loads(json.dumps(as_record(settings)))
-    if different := sorted(name for name in wanted | ran if ran.get(name) != wanted.get(name)):
-        name = different[0]
-        raise UserError(
-            f"{folder} was run with {name}={ran.get(name)!r}, not {wanted.get(name)!r}; give the same flags or another "
-            "--output-path"
-        )
+    check_same(folder, ran, wanted)
     factors, results = read_json(folder / "factors.json"), read_json(folder / "results.json")
     history = [json.loads(line) for line in (folder / "history.jsonl").read_text(encoding="utf-8").splitlines()]
     return {"folder": folder, "factors": factors, "results": results, "history": history}
@@ -249,12 +259,15 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
+def markdown_document(title: str, parts: Sequence[str]) -> str:
+    """What tables.md holds."""
+    return f"# {title}\n\n" + "\n".join(parts)
+
+
 def write_tables(flags: GridFlags, title: str, parts: Sequence[str], summary: Any) -> None:
-    """`tables.md` and `summary.json`, whole or not at all; the tables are printed as well."""
-    text = f"# {title}\n\n" + "\n".join(parts)
+    """`tables.md` and `summary.json`, each whole or not at all; the tables are printed as well."""
+    text = markdown_document(title, parts)
     flags.output_path.mkdir(parents=True, exist_ok=True)
-    temporary = flags.output_path / "tables.md.part"
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, flags.output_path / "tables.md")
+    write_text(flags.output_path / "tables.md", text)
     write_json(flags.output_path / "summary.json", summary)
     print(text)

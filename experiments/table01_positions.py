@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from grid import GridFlags, header, in_part, markdown_table, other_model, row, run_script, write_tables
+from grid import GridFlags, check_same, end_part, header, in_part, markdown_table, other_model, row, run_script, write_tables
 
 from lpes_jax.compare import CompareSettings, run_comparison
 from lpes_jax.errors import UserError
@@ -155,12 +155,9 @@ def results_of(settings: CompareSettings) -> dict[str, Any]:
     """The results of a finished comparison. Raises UserError where its settings were others."""
     results = read_json(settings.output_path / "results.json")
     wanted = json.loads(json.dumps(asdict(settings), default=str))
-    for name in sorted(wanted.keys() - {"output_path", "batch_size", "resume", "overwrite"}):
-        if (ran := results["config"].get(name)) != wanted[name]:
-            raise UserError(
-                f"{settings.output_path} was run with {name}={ran!r}, not {wanted[name]!r}; give the same flags or another "
-                "--output-path"
-            )
+    names = wanted.keys() - {"output_path", "batch_size", "resume", "overwrite"}
+    ran = results["config"]
+    check_same(settings.output_path, {name: ran.get(name) for name in names}, {name: wanted[name] for name in names})
     return results
 
 
@@ -183,8 +180,7 @@ def main(s: Settings) -> None:
         if in_part(number, s.part) and not (settings.output_path / "results.json").exists():
             print(f"== {name}", flush=True)
             run_comparison(replace(settings, resume=(settings.output_path / "unfinished").exists()))
-    if s.part != "0/1":
-        raise SystemExit(f"part {s.part} is done; when all are, the same command without --part writes the tables")
+    end_part(s.part)
     results = {name: results_of(settings) for name, settings in cells.items()}
     about = (
         f"Ours: {Path(s.model).name}, {s.test_limit} held-out questions, accuracy in percent. ± is the standard error over "

@@ -28,13 +28,15 @@ from typing import Annotated, Any, TypeVar
 import jax
 import tyro
 
-from lpes_jax import hosts, output, process
+from lpes_jax import hosts, process
 from lpes_jax.compilation import keep_programs
 from lpes_jax.errors import Interrupted, UserError
 from lpes_jax.hosts import HostFlags
 from lpes_jax.limits import check_bounds
 from lpes_jax.memory import out_of_memory
-from lpes_jax.provenance import DETERMINISTIC
+from lpes_jax.store import output
+from lpes_jax.store.files import unwritable
+from lpes_jax.store.provenance import DETERMINISTIC
 
 VERBS = {
     "search": "lpes_jax.search.__main__",
@@ -87,7 +89,7 @@ def run_verb(
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return _fault()
-        return fail(f"{error.filename or 'the results'}: cannot be written ({error.strerror}); make room, then start again")
+        return fail(str(unwritable(error, error.filename or "the results", "make room, then start again")))
     except jax.errors.JaxRuntimeError as error:
         return full_memory() if out_of_memory(error) else _fault()
     except MemoryError:

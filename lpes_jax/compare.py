@@ -31,7 +31,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from lpes_jax import output, process
+from lpes_jax import process
 from lpes_jax.cli import run_verb
 from lpes_jax.errors import UserError
 from lpes_jax.evaluation import (
@@ -44,26 +44,25 @@ from lpes_jax.evaluation import (
     slots_of,
     write_samples,
 )
-from lpes_jax.factors import LayerFactors, write_json, write_text
+from lpes_jax.factors import LayerFactors
+from lpes_jax.json_files import is_number
 from lpes_jax.limits import check_bounds
-from lpes_jax.methods import Maker
-from lpes_jax.methods.attention_buckets import BASES, attention_buckets
-from lpes_jax.methods.hidden_channel import FACTORS, hidden_channel, positional_channels
-from lpes_jax.methods.moice import Router, moice, train_router
-from lpes_jax.methods.ms_poe import ms_poe
-from lpes_jax.methods.self_extend import self_extend
-from lpes_jax.methods.tables import dynamic_ntk, lpes, mean_of, ntk_by_base, position_interpolation, yarn
+from lpes_jax.methods import Choice, Tuning, attention_buckets, hidden_channel, moice, ms_poe, self_extend, tables
 from lpes_jax.models.llama import Loaded, load
 from lpes_jax.models.llama.method import Method, of_table
 from lpes_jax.models.llama.model import Llama
-from lpes_jax.provenance import content_sha256, environment
 from lpes_jax.report.html import write_page
 from lpes_jax.report.plots import u_curve
 from lpes_jax.report.progress import SearchProgress
 from lpes_jax.report.tables import Grid, differences, markdown, position_table, show
+from lpes_jax.results import outcome_of, record_of
 from lpes_jax.same_model import check_loaded
 from lpes_jax.scoring import Batch, OptionScorer, Scorer, batch_scores, pack_rows
 from lpes_jax.search.plain_text import text_windows
+from lpes_jax.store import output
+from lpes_jax.store.files import write_json, write_text
+from lpes_jax.store.parts import Parts
+from lpes_jax.store.provenance import content_sha256, environment
 from lpes_jax.tasks.flags import TaskFlags, task_of, title_of
 from lpes_jax.tasks.leaks import count_leaky
 from lpes_jax.tasks.prompts import (
@@ -76,22 +75,23 @@ from lpes_jax.tasks.prompts import (
     option_prompts,
     short_answers,
 )
-from lpes_jax.unfinished import Unfinished, outcome_of, record_of
 
-NAMES = (
-    "baseline",
-    "uniform",
-    "pi",
-    "dynamic_ntk",
-    "ntk_by_base",
-    "yarn",
-    "attention_buckets",
-    "ms_poe",
-    "moice",
-    "self_extend",
-    "hidden_channel",
-    "lpes",
-)
+METHODS: dict[str, Callable[[Tuning], list[Choice]]] = {
+    BASELINE: lambda tuning: [Choice("", None)],
+    "uniform": tables.uniform_choices,
+    "pi": tables.pi_choices,
+    "dynamic_ntk": tables.dynamic_ntk_choices,
+    "ntk_by_base": tables.ntk_by_base_choices,
+    "yarn": tables.yarn_choices,
+    "attention_buckets": attention_buckets.choices,
+    "ms_poe": ms_poe.choices,
+    "moice": moice.choices,
+    "self_extend": self_extend.choices,
+    "hidden_channel": hidden_channel.choices,
+    "lpes": tables.lpes_choices,
+}
+"""What is compared, in the order of the tables, and the settings that are tried of each."""
+NAMES = tuple(METHODS)
 _TIMED_PROMPTS = 8
 
 
@@ -151,16 +151,6 @@ class CompareSettings(TaskFlags):
     """Go on with the comparison in --output-path that was cut off; all other flags as they were."""
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A setting of a method, and the method with it; no maker: the model as it is."""
-
-    setting: str
-    maker: Maker | None
-    then: tuple["Choice", ...] = ()
-    """Settings to try next if this one is the best so far."""
-
-
 def run_comparison(settings: CompareSettings) -> dict[str, Any]:
     """Tune, measure, time; write the folder and print the table. Returns `results.json`.
 
@@ -179,10 +169,11 @@ def run_comparison(settings: CompareSettings) -> dict[str, Any]:
     factors_model = None
     if found is not None:
         factors_model = check_loaded(found, loaded, str(settings.factors), settings.other_model)
-    kept = Unfinished(settings.output_path, _config(settings, loaded, found), settings.resume, settings.overwrite)
-    with kept.interruptible():
-        record, shown = _compared(settings, names, task, searched, held_out, loaded, found, factors_model, kept, started)
-    kept.drop()
+    config = _config(settings, loaded, found)
+    with Parts(settings.output_path, config, PARTS, settings.resume, settings.overwrite) as kept:
+        with kept.interruptible():
+            record, shown = _compared(settings, names, task, searched, held_out, loaded, found, factors_model, kept, started)
+        kept.drop()
     show(*shown)
     return record
 
@@ -196,7 +187,7 @@ def _compared(
     loaded: Loaded,
     found: LayerFactors | None,
     factors_model: dict[str, Any] | None,
-    kept: Unfinished,
+    kept: Parts,
     started: float,
 ) -> tuple[dict[str, Any], list[Grid | str]]:
     """`results.json`, which is written with all other files, and what to print."""
@@ -218,9 +209,10 @@ def _compared(
         on_outcome=lambda outcome: kept.keep("measured", outcome.candidate.name, record_of(outcome)),
     )
     choices: dict[str, list[Choice]] = {}
+    tuning = _tuning(settings, loaded, found)
     for name in names:
         try:
-            choices[name] = _choices(name, settings, loaded, found)
+            choices[name] = METHODS[name](tuning)
             for choice in choices[name]:
                 if choice.maker is not None:
                     choice.maker(config, config.max_position_embeddings)
@@ -229,23 +221,24 @@ def _compared(
                 raise
             choices.pop(name, None)
             refused[name] = str(error)
-    if BASELINE not in kept.measured:  # before any tuning: what is wrong with the questions or metrics shows here
+    tunings, measurements = kept.records["tuned"], kept.records["measured"]
+    if BASELINE not in measurements:  # before any tuning: what is wrong with the questions or metrics shows here
         measured([Candidate(BASELINE)])
     with SearchProgress(len(choices) * len(held_out) * len(places)) as progress:
         scorer = _scorer(settings, loaded, task, searched, places)
         tuned: dict[str, tuple[Choice, list[dict[str, Any]]]] = {}
         for name, of_method in choices.items():
             settings_of = {choice.setting: choice for one in of_method for choice in (one, *one.then)}
-            if kept.tuned.get(name, {}).get("setting") not in settings_of:  # or channels were found anew, and are others
+            if tunings.get(name, {}).get("setting") not in settings_of:  # or channels were found anew, and are others
                 progress.note(f"tuning {name}")
                 choice, tried = _tune(scorer, of_method, config)
                 if name != BASELINE:
-                    kept.forget(name)
+                    kept.forget("measured", name)
                 kept.keep("tuned", name, {"setting": choice.setting, "tried": tried})
-            tuned[name] = settings_of[kept.tuned[name]["setting"]], kept.tuned[name]["tried"]
+            tuned[name] = settings_of[tunings[name]["setting"]], tunings[name]["tried"]
         candidates = [Candidate(name, method=chosen.maker) for name, (chosen, _) in tuned.items()]
         progress.note("measuring on held-out questions")
-        earlier = {name: outcome_of(it) for name, it in kept.measured.items()}
+        earlier = {name: outcome_of(it) for name, it in measurements.items()}
         outcomes = measured(candidates, earlier=earlier, on_prompts=progress.prompts)
         progress.note("timing")
         costs = _costs(loaded, outcomes[0].prompts[:_TIMED_PROMPTS], candidates, settings.repeats)
@@ -259,6 +252,22 @@ def _compared(
         }
     record |= {"refused": refused, "resumed": settings.resume}
     return record, _write(settings, loaded, title_of(settings, task), outcomes, places, record)
+
+
+def _check_tuned(record: dict[str, Any]) -> None:
+    """Raise KeyError, TypeError or ValueError for what is no record of a method's tuning."""
+    if not isinstance(record["setting"], str):
+        raise TypeError("a setting that is no text")
+    for tried in record["tried"]:
+        likelihood = tried["log_likelihood"]
+        if not (isinstance(tried["setting"], str) and is_number(tried["accuracy"])):
+            raise TypeError("a setting without accuracy")
+        if likelihood is not None and not is_number(likelihood):
+            raise TypeError("a likelihood that is no number")
+
+
+PARTS = {"tuned": _check_tuned, "measured": outcome_of}
+"""The records that are kept of each method until the results are written, and what checks one."""
 
 
 def _config(settings: CompareSettings, loaded: Loaded, found: LayerFactors | None) -> dict[str, Any]:
@@ -289,61 +298,21 @@ def _names(settings: CompareSettings) -> tuple[str, ...]:
     return tuple(dict.fromkeys((BASELINE, *settings.methods)))
 
 
-def _choices(name: str, settings: CompareSettings, loaded: Loaded, found: LayerFactors | None) -> list[Choice]:
-    """The settings to try of a method. Raises UserError for a method that lacks what it needs."""
-    config, budget = loaded.model.config, settings.budget
-
-    def of_factors(make: Callable[[float], Maker], low: float, high: float) -> list[Choice]:
-        return [Choice(f"factor {factor:g}", make(factor)) for factor in np.linspace(low, high, budget).round(4).tolist()]
-
-    if name == BASELINE:
-        return [Choice("", None)]
-    if name == "uniform":
-        return of_factors(position_interpolation, 0.5, 2.0)
-    if name in ("pi", "lpes"):
-        if found is None:
-            raise UserError(f"--methods {name} needs --factors, the factors.json of a search")
-        return [Choice(str(settings.factors), mean_of(found) if name == "pi" else lpes(found))]
-    if name == "dynamic_ntk":
-        return [Choice("factor 2", dynamic_ntk(2.0))]  # inside the window no factor has any effect
-    if name == "ntk_by_base":
-        return of_factors(ntk_by_base, 1.0, 4.0)
-    if name == "yarn":
-        return of_factors(yarn, 1.0, 4.0)
-    if name == "attention_buckets":
-        kinds = [(bases, mix) for bases in BASES for mix in ("logits", "probabilities")][:budget]
-        return [Choice(f"{bases}, {mix}", attention_buckets(bases, mix=mix)) for bases, mix in kinds]
-    if name == "ms_poe":
-        modes: tuple[Literal["paper", "original", "fixed"], ...] = ("paper", "fixed")
-        if config.num_heads == config.num_kv_heads:
-            modes = ("paper", "original", "fixed")
-        return [Choice(mode, ms_poe(mode)) for mode in modes[:budget]]
-    if name == "self_extend":
-        sizes = [(group, window) for window in (128, 256, 512, 1024) for group in (2, 4, 8)][:budget]
-        return [Choice(f"group {group}, window {window}", self_extend(group, window)) for group, window in sizes]
-    if name == "hidden_channel":
-        return _channels(settings, loaded)
-    if settings.router is not None:
-        return [Choice(str(settings.router), moice(Router.load(settings.router)))]
-    length = min(512, config.max_position_embeddings)
-    windows = text_windows(settings.text, loaded.model, loaded.tokenizer, settings.seed, length)
-    router, _ = train_router(
-        loaded.model, windows, steps=settings.router_steps, batch=settings.router_batch, seed=settings.seed
+def _tuning(settings: CompareSettings, loaded: Loaded, found: LayerFactors | None) -> Tuning:
+    return Tuning(
+        loaded.model,
+        loaded.tokenizer,
+        budget=settings.budget,
+        seed=settings.seed,
+        factors=found,
+        factors_from=str(settings.factors),
+        router=settings.router,
+        text=partial(text_windows, settings.text, loaded.model, loaded.tokenizer, settings.seed),
+        text_from="text that the model wrote" if settings.text is None else settings.text.name,
+        router_steps=settings.router_steps,
+        router_batch=settings.router_batch,
+        channel_strings=settings.channel_strings,
     )
-    learnt = "text that the model wrote" if settings.text is None else settings.text.name
-    return [Choice(f"router trained on {learnt}", moice(router))]
-
-
-def _channels(settings: CompareSettings, loaded: Loaded) -> list[Choice]:
-    """The paper's order: positional channels with factor 0, then the other factors of the best one."""
-    count = max(1, min(10, settings.budget - len(FACTORS[1:])))
-    channels = positional_channels(loaded.model, loaded.tokenizer, settings.seed, count, settings.channel_strings)
-
-    def choice(channel: int, factor: float, *then: Choice) -> Choice:
-        return Choice(f"channel {channel}, factor {factor:g}", hidden_channel(channel, factor), then)
-
-    more = FACTORS[1:][: settings.budget - len(channels)]
-    return [choice(channel, FACTORS[0], *(choice(channel, factor) for factor in more)) for channel in channels]
 
 
 def _scorer(

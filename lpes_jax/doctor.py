@@ -121,6 +121,8 @@ def understood(checkpoint: Checkpoint, loaded: Loaded) -> Iterator[tuple[str, st
     kind, theta = rope.pop("rope_type"), rope.pop("rope_theta")
     described = ", ".join(f"{name} {value}" for name, value in rope.items() if not isinstance(value, list))
     yield "RoPE", f"{kind}, theta {theta:,.0f}" + (f", {described}" if described else "")
+    if config.mark is not None:
+        yield "factors", f"in the files: {config.mark}"
     if config.nope_layers:
         yield "layers without RoPE", ", ".join(map(str, config.nope_layers))
     window = "none" if not config.sliding_layers else f"{config.sliding_window} tokens in {len(config.sliding_layers)} layers"

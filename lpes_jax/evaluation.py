@@ -49,7 +49,6 @@ from lpes_jax.finite import not_finite
 from lpes_jax.generation import generate_ids
 from lpes_jax.methods import Maker
 from lpes_jax.models.llama.model import Llama
-from lpes_jax.provenance import content_sha256, environment, prompts_sha256
 from lpes_jax.report.tables import Row
 from lpes_jax.scoring import OptionScorer, Scorer
 from lpes_jax.statistics import (
@@ -60,10 +59,12 @@ from lpes_jax.statistics import (
     standard_error,
     wilson_interval,
 )
+from lpes_jax.store.files import replacing
+from lpes_jax.store.provenance import content_sha256, environment
 from lpes_jax.tasks import prompts as task_prompts
 from lpes_jax.tasks.leaks import count_leaky
 from lpes_jax.tasks.metrics import ROUGE, begins_with, corpus_rouge
-from lpes_jax.tasks.prompts import EncodedPrompt, Overlength, Prompt, Task
+from lpes_jax.tasks.prompts import EncodedPrompt, Overlength, Prompt, Task, prompts_sha256
 
 PLAIN, BASELINE = "plain prompt", "baseline"
 COUNTS = (
@@ -449,7 +450,7 @@ def figures_of(outcomes: Sequence[Outcome], places: Sequence[tuple[int, int]]) -
 
 def write_samples(path: Path, outcomes: Sequence[Outcome], tasks: Sequence[str] = ()) -> None:
     """`samples.jsonl`: one line a candidate and prompt. The same run writes the same bytes. `tasks`: each outcome's."""
-    with path.with_name(path.name + ".part").open("w", encoding="utf-8", errors="backslashreplace") as file:
+    with replacing(path) as part, part.open("w", encoding="utf-8", errors="backslashreplace") as file:
         for number, outcome in enumerate(outcomes):
             for at, prompt in enumerate(outcome.prompts):
                 sample: dict[str, Any] = ({"task": tasks[number]} if tasks else {}) | {
@@ -473,7 +474,6 @@ def write_samples(path: Path, outcomes: Sequence[Outcome], tasks: Sequence[str] 
                 if prompt.details:
                     sample["details"] = dict(prompt.details)
                 file.write(json.dumps(sample, ensure_ascii=False) + "\n")
-    path.with_name(path.name + ".part").replace(path)
 
 
 def _figures(outcome: Outcome, places: Sequence[tuple[int, int]]) -> dict[str, Any]:

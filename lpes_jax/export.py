@@ -27,18 +27,21 @@ from typing import Literal
 
 from safetensors import SafetensorError
 
-from lpes_jax import output, process
+from lpes_jax import process
 from lpes_jax.cli import run_verb
 from lpes_jax.errors import UserError
-from lpes_jax.factors import LayerFactors, write_json
+from lpes_jax.factors import LayerFactors
 from lpes_jax.limits import check_bounds
 from lpes_jax.models.llama.checkpoint import open_checkpoint
 from lpes_jax.models.llama.tokenizer import load_tokenizer
 from lpes_jax.models.zoo import resolve
-from lpes_jax.provenance import environment
 from lpes_jax.report.tables import show
 from lpes_jax.same_model import check_model
+from lpes_jax.ship.gguf_patch import write_gguf_folder
 from lpes_jax.ship.hook import write_hook_folder
+from lpes_jax.store import output
+from lpes_jax.store.files import unwritable, write_json
+from lpes_jax.store.provenance import environment
 
 _RECORD = "exported.json"  # what a folder was made of
 _TOLD_BY = (_RECORD, "lpes_torch.py")  # an exported folder; lpes_torch.py alone: of the first release
@@ -74,8 +77,6 @@ def run_export(settings: ExportSettings) -> Path:
     """
     check_bounds(settings)
     target = settings.output_path
-    if settings.to == "gguf":
-        raise UserError("--to gguf is not there yet; give --to hf")
     if settings.factors is None:
         raise UserError("--factors: give the factors.json of a search, or factors of the zoo by name (MODEL/NAME)")
     output.check(target, "export", overwrite=settings.overwrite)
@@ -102,7 +103,8 @@ def run_export(settings: ExportSettings) -> Path:
         with _temporary(target) as temporary:
             folder = Path(temporary) / "export"
             folder.mkdir()
-            lines = write_hook_folder(
+            write = write_gguf_folder if settings.to == "gguf" else write_hook_folder
+            lines = write(
                 checkpoint,
                 tokenizer,
                 folder,
@@ -125,7 +127,7 @@ def run_export(settings: ExportSettings) -> Path:
                     target.rmdir()
                 os.rename(folder, target)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"--output-path {target}: cannot be written ({' '.join(str(error).split())})") from error
+        raise unwritable(error, f"--output-path {target}", "give another folder, or make room") from error
     show(f"exported: {target}", *(line.format(out=target) for line in lines))
     return target
 

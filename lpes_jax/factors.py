@@ -22,6 +22,7 @@ import numpy as np
 from lpes_jax.errors import UserError
 from lpes_jax.json_files import is_array, kind_of, read_json
 from lpes_jax.rope import GRANULARITIES, Granularity
+from lpes_jax.store.files import write_json
 
 FORMAT, APPLIES_TO = "lpes-factors/2", "position / factor"
 _FORMATS = ("lpes-factors/1", FORMAT)
@@ -75,6 +76,11 @@ class LayerFactors:
             return float(self.factors.mean())
         multiplier = float((1 / self.factors).mean())
         return 1 / multiplier if multiplier else float("inf")
+
+    @property
+    def changes_nothing(self) -> bool:
+        """All factors and gains are 1."""
+        return bool((self.factors == 1).all()) and (self.gains is None or bool((self.gains == 1).all()))
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -168,21 +174,6 @@ def _zoo_file(name: Path) -> Path | None:
     if not found and not name.suffix and not os.path.exists(name):
         raise UserError(f"{name}: no such factors.json, and no factors of the zoo; it has: {', '.join(zoo)}")
     return zoo[found[0]] if found else None
-
-
-def write_json(path: Path, record: Any) -> None:
-    """Write JSON under a temporary name and rename it when it is on the disk, so that no reader ever sees half a file."""
-    write_text(path, json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a UTF-8 file likewise. A byte of a path that is no text is written as its escape, which JSON can read."""
-    temporary = path.with_name(path.name + ".part")
-    with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def _check_described(record: dict[str, Any], path: Path) -> None:

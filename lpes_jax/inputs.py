@@ -12,6 +12,7 @@ from jaxtyping import Array, Int
 
 from lpes_jax.errors import UserError
 from lpes_jax.factors import LayerFactors
+from lpes_jax.mark import refuse_marked
 from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.model import Llama, check_ids
 from lpes_jax.rope import Granularity, is_traced
@@ -39,6 +40,8 @@ def checked_factors(
 ) -> None:
     """Raise UserError for factors that are out of range or do not fit the model: a `LayerFactors`, an array, or None.
 
+    For a model that holds factors already all are refused, but those of 1 (and traced populations, which a search scores).
+
     `population`: the array has an axis of individuals in front. `what`: factors or gains.
     """
     if factors is None:
@@ -57,5 +60,7 @@ def checked_factors(
             of_model = [LayerFactors(np.ones(config.num_layers), "layer", np.asarray(one), granularity) for one in each]
         else:
             of_model = [LayerFactors(np.asarray(one), granularity) for one in each]
+    if not population if is_traced(factors) else not all(one.changes_nothing for one in of_model):
+        refuse_marked(config.mark, what)
     for one in of_model:
         one.for_model(config.num_layers, config.num_kv_heads, config.rotary_dim)

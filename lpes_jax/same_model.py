@@ -25,6 +25,7 @@ import numpy as np
 from lpes_jax import hosts
 from lpes_jax.errors import UserError
 from lpes_jax.factors import LayerFactors
+from lpes_jax.mark import refuse_marked
 from lpes_jax.models.llama import Loaded
 from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.rope import RopeParameters, inverse_frequencies
@@ -72,8 +73,11 @@ def check_model(
     makes it another model, in words; `other_model`: whether that was asked for. One line on stderr says what is not as it
     was, and that a file names no model at all (not where `quiet`).
 
-    Raises UserError for factors whose shape does not fit, and for those of another model unless `other_model`.
+    Raises UserError for a model that holds factors already, for factors whose shape does not fit, and for those of another
+    model unless `other_model`.
     """
+    if not factors.changes_nothing:
+        refuse_marked(config.mark, where)
     factors.for_model(config.num_layers, config.num_kv_heads, config.rotary_dim, where)
     model = factors.model
     differences = _differences(factors, config, tokenizer, where)

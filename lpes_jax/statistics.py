@@ -1,6 +1,6 @@
 """How sure a difference is. A question asked at five positions is one question, not five: tests pair and group by question.
 
-Letters: Q questions, S positions (slots). Numpy and the standard library alone.
+Letters: Q questions, S positions (slots). Numpy, scipy and the standard library alone.
 """
 
 import math
@@ -9,6 +9,7 @@ from statistics import NormalDist
 
 import numpy as np
 from jaxtyping import Float, Shaped
+from scipy.special import betaln
 
 
 def standard_error(correct: Shaped[np.ndarray, "Q *S"]) -> float:
@@ -87,3 +88,42 @@ def mcnemar(a: Shaped[np.ndarray, "Q"], b: Shaped[np.ndarray, "Q"]) -> float:
         term = term * (n - k) // (k + 1)
         total += term
     return min(1.0, 2 * total / 2**n)
+
+
+def confidence_sequence(values: Shaped[np.ndarray, "Q"], alpha: float) -> tuple[float, float]:
+    """Bounds of the mean of independent values in 0 ... 1 that hold for all numbers of values together: looks are free.
+
+    With probability 1 - alpha the mean is within the bounds after every value at once, so one may look at any time, and add
+    values until something is decided. A mean m is refuted where a bettor gets rich who stakes shares f of the capital on
+    values above it, at odds that are fair for m: the capital, prod(1 + f (x - m) / m) averaged over f, ever grows to 2 / alpha
+    with probability alpha / 2 (Ville's inequality; Waudby-Smith & Ramdas, 2024, section 4). The average over f takes the place
+    of their rule for stakes, as in Cover's universal portfolio. The same of 1 - x is the upper bound.
+    """
+    found, counts = np.unique(np.asarray(values, np.float64), return_counts=True)
+    return _lower_bound(found, counts, alpha), 1 - _lower_bound(1 - found, counts, alpha)
+
+
+_STAKES = np.sin(np.pi / 2 * (np.arange(64) + 0.5) / 64) ** 2
+
+
+def _lower_bound(values: Float[np.ndarray, "V"], counts: Shaped[np.ndarray, "V"], alpha: float) -> float:
+    low, high = 0.0, float(values @ counts) / max(1, counts.sum())
+    for _ in range(40):  # the capital falls as the mean rises
+        mean = (low + high) / 2
+        if mean == 0:
+            break
+        capitals = counts @ np.log1p(np.outer(values / mean - 1, _STAKES))
+        most = capitals.max()
+        refuted = most + math.log(np.exp(capitals - most).mean()) >= math.log(2 / alpha)
+        low, high = (mean, high) if refuted else (low, mean)
+    return float(low)
+
+
+def sequential_mcnemar(only_a: int, only_b: int) -> float:
+    """McNemar's test, two-sided, at any time: p of discordant pairs that were added until something was seen.
+
+    p is 1 over Robbins' mixture of likelihood ratios against a coin's tosses, with Jeffreys' prior: under the hypothesis it is
+    ever at most alpha with probability alpha, however often one looks.
+    """
+    ratio = float(betaln(only_a + 0.5, only_b + 0.5) - betaln(0.5, 0.5)) + (only_a + only_b) * math.log(2)
+    return min(1.0, math.exp(-ratio)) if ratio > 0 else 1.0

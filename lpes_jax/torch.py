@@ -39,7 +39,7 @@ from typing import Any
 
 import torch  # pyright: ignore[reportMissingImports]
 
-KEY = "lpes_factors"  # of config.json
+KEY, MARK_KEY = "lpes_factors", "lpes_mark"  # of config.json; the second says that the model holds factors already
 APPLIES_TO = "position / factor"
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3")
 TOLERANCE = 2e-2  # of the self-test: float32 logits of two libraries
@@ -60,8 +60,8 @@ def apply_layer_factors(
     tokens of prompt and answer together, fixed for all calls, as in lpes_jax (cached keys stay right beyond the trained
     window). None: as transformers does it, from the positions of each call.
 
-    Raises ValueError for factors that do not fit the model, for those found for a model of other sizes or another base of RoPE
-    (unless `other_model`), and for a model of another type than `MODEL_TYPES`.
+    Raises ValueError for a model that holds factors already, for factors that do not fit it, for those found for a model of
+    other sizes or another base of RoPE (unless `other_model`), and for a model of another type than `MODEL_TYPES`.
     """
     decoder = _decoder(model)
     rotary = decoder.rotary_emb
@@ -87,6 +87,8 @@ def _decoder(model: torch.nn.Module) -> Any:
     module: Any
     for module in model.modules():
         if hasattr(module, "layers") and hasattr(module, "rotary_emb"):
+            if (mark := getattr(module.config, MARK_KEY, None)) is not None:
+                raise ValueError(f"the model holds factors already (sha256 {mark['factors_sha256']:.8}); it needs no others")
             if module.config.model_type in MODEL_TYPES:
                 return module
             raise ValueError(f"model_type {module.config.model_type!r} is not supported; supported: {', '.join(MODEL_TYPES)}")

@@ -13,10 +13,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from byte_tokenizer import byte_tokenizer
 from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from lpes_jax.errors import UserError
 from lpes_jax.models import zoo
@@ -31,6 +30,20 @@ ROOT = Path(__file__).resolve().parent.parent
 QUICK = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 if jax.__version_info__ < (0, 11):  # later ones lack it, and end where they do not know a flag
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK}".strip()
+
+
+DEVICES = ROOT / "tests" / "devices"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    among = [Path(argument.split("::")[0]).resolve().is_relative_to(DEVICES) for argument in config.args]
+    if any(among) and not all(among):
+        raise pytest.UsageError("tests/devices needs a session of its own; tests/test_devices.py starts one")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Eight virtual devices are for tests/devices alone, which tests/test_devices.py runs."""
+    return True if collection_path == DEVICES else None  # named on the command line it is collected nevertheless
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -117,9 +130,5 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Llama) ->
     """The tiny model with a byte tokenizer, as a Hugging Face folder."""
     folder = tmp_path_factory.mktemp("model") / "tiny"
     save_llama(nnx.clone(tiny_model), folder)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({token: at for at, token in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
     return folder

@@ -1,6 +1,6 @@
 """What each test costs in CPU seconds, the processes that it starts included: wall time says little on a busy machine.
 
-    PYTHONPATH=tests python -m pytest -p durations --durations-json costs.json [tests/...]
+    python -m pytest -p durations --durations-json costs.json [tests/...]
     python tests/durations.py costs.json... > tests/DURATIONS.md
 
 The first line writes JSON: for each test its CPU seconds (a fixture counts for the first test that uses it), its wall seconds,

@@ -25,15 +25,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LIST = Path(__file__).with_name("mutants.json")
 SHARED = "tests/test_prefixes.py tests/test_scoring.py tests/search/test_racing.py tests/search/test_golden_history.py"
+RESUMED = (
+    "tests/search/test_golden_history.py tests/search/test_loop.py tests/robust/test_json.py"
+    " tests/search/test_strategies.py tests/search/test_survival.py"
+)
 FILES = {  # the tests that know each file, the cheapest first
     "lpes_jax/rope.py": "tests/test_rope.py tests/methods/test_tables.py tests/test_gains.py tests/models/test_model.py",
-    "lpes_jax/scoring.py": f"{SHARED} tests/search/test_loop.py tests/robust/test_not_finite.py tests/test_mesh.py",
+    "lpes_jax/scoring.py": f"{SHARED} tests/search/test_loop.py tests/robust/test_not_finite.py tests/test_devices.py",
     "lpes_jax/search/genetic.py": "tests/search/test_golden_history.py tests/search/test_genetic.py tests/search/test_loop.py",
     "lpes_jax/prefixes.py": f"{SHARED} tests/search/test_loop.py",
-    "lpes_jax/search/run_folder.py": (
-        "tests/search/test_golden_history.py tests/search/test_loop.py tests/robust/test_json.py"
-        " tests/search/test_strategies.py tests/search/test_survival.py"
-    ),
+    "lpes_jax/search/loop.py": RESUMED,
+    "lpes_jax/store/run_folder.py": RESUMED,
+    "lpes_jax/store/provenance.py": f"{RESUMED} tests/test_hosts.py",
     "models/llama/gguf.py": "tests/models/test_gguf.py tests/models/test_gguf_model.py tests/models/test_tokenizer.py",
     "models/llama/gguf_model.py": (
         "tests/models/test_gguf_keys.py tests/models/test_gguf_model.py tests/models/test_checkpoint.py"

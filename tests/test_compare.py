@@ -14,10 +14,11 @@ import pytest
 
 from lpes_jax.compare import NAMES, CompareSettings, run_comparison
 from lpes_jax.errors import UserError
-from lpes_jax.factors import LayerFactors, read_json, write_json
+from lpes_jax.factors import LayerFactors, read_json
 from lpes_jax.methods.moice import Router
 from lpes_jax.models.llama import LlamaConfig
 from lpes_jax.statistics import holm
+from lpes_jax.store.files import write_json
 
 SMALL = {"num_pairs": 3, "key_length": 1, "limit": 1, "test_limit": 2, "budget": 2, "repeats": 1, "channel_strings": 4}
 

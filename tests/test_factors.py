@@ -8,8 +8,9 @@ import pytest
 
 import lpes_jax.factors as lpes_factors
 from lpes_jax.errors import UserError
-from lpes_jax.factors import FORMAT, LayerFactors, read_json, write_json
+from lpes_jax.factors import FORMAT, LayerFactors, read_json
 from lpes_jax.rope import GRANULARITIES
+from lpes_jax.store.files import write_json
 
 SHAPES = {"layer": (3,), "layer_band": (3, 4), "layer_group": (3, 2), "layer_group_band": (3, 2, 4)}
 FITS = dict(num_layers=3, num_kv_heads=2, head_dim=8)

@@ -15,7 +15,7 @@ from lpes_jax.errors import UserError
 from lpes_jax.generation import generate_ids
 from lpes_jax.methods.attention_buckets import attention_buckets
 from lpes_jax.models.llama import prefix
-from lpes_jax.models.llama.method import Method, of_table
+from lpes_jax.models.llama.method import TableMethod, of_table
 from lpes_jax.prefixes import Costs, Row, Shape, Tree, batches, groups, of_one_prompt, pack_rows, pack_trees, tree_of
 from lpes_jax.rope import RopeParameters, RopeTable
 from lpes_jax.scoring import Scorer, batch_scores
@@ -161,7 +161,7 @@ def test_the_scorer_shares_and_changes_no_score(tiny_model, monkeypatch, changes
 def test_a_method_of_several_tables_shares_as_well(tiny_model):
     prompts, own = haystacks(4), tiny_model.config.rope_table(80)
     tables = RopeTable(own.inv_freq / jnp.array([1.0, 1.5])[:, None, None, None], jnp.ones(2))
-    method = Method(tables, merge=mean)
+    method = TableMethod(tables, merge=mean)
     one, other = (Scorer(tiny_model, prompts, share_prefixes=share).of_method(method) for share in (True, False))
     np.testing.assert_array_equal(one.correct, other.correct)
     np.testing.assert_allclose(one.log_likelihood, other.log_likelihood, atol=1e-4, rtol=1e-5)

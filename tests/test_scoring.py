@@ -1,4 +1,4 @@
-"""Verdicts without generation, populations and shapes; devices are in test_mesh.py."""
+"""Verdicts without generation, populations and shapes; several devices are in devices/."""
 
 import logging
 
@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from random_prompts import population_of, prompts_of, with_likely_answers
 
 import lpes_jax as lj
 from lpes_jax import scoring
@@ -14,30 +15,6 @@ from lpes_jax.scoring import Scorer, round_up
 from lpes_jax.tasks.key_value import KeyValue
 from lpes_jax.tasks.metrics import begins_with
 from lpes_jax.tasks.prompts import EncodedPrompt, encode
-
-
-def prompts_of(*lengths: int, answers: tuple[int, ...] = (3,), seed: int = 0) -> list[EncodedPrompt]:
-    """Random ids; an answer of each length in `answers`."""
-    rng = np.random.default_rng(seed)
-    return [
-        EncodedPrompt(rng.integers(0, 300, n).tolist(), [rng.integers(0, 300, a).tolist() for a in answers]) for n in lengths
-    ]
-
-
-def with_likely_answers(model: lj.Llama, prompts: list[EncodedPrompt]) -> list[EncodedPrompt]:
-    """Every other prompt is given the model's own continuation as its first answer."""
-    new = generate_ids(model, [prompt.ids for prompt in prompts], max_new_tokens=3)
-    return [
-        EncodedPrompt(prompt.ids, [ids[: len(prompt.answers[0])], *prompt.answers[1:]]) if at % 2 else prompt
-        for at, (prompt, ids) in enumerate(zip(prompts, new, strict=True))
-    ]
-
-
-def population_of(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
-    """The first individual is the model as it is, so that some verdicts are right."""
-    factors = np.random.default_rng(seed).uniform(1, 2, shape)
-    factors[0] = 1
-    return factors
 
 
 def assert_same(one: scoring.Scores, other: scoring.Scores) -> None:

@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lpes_jax.statistics import bootstrap_intervals, mcnemar, paired_permutation_test, standard_error, wilson_interval
+from lpes_jax.statistics import (
+    bootstrap_intervals,
+    confidence_sequence,
+    mcnemar,
+    paired_permutation_test,
+    sequential_mcnemar,
+    standard_error,
+    wilson_interval,
+)
 
 
 def test_standard_error_of_one_position():
@@ -115,3 +123,36 @@ def test_mcnemar_by_hand(only_a, only_b, p):
 def test_mcnemar_of_many_questions_does_not_overflow():
     # Normal approximation with continuity correction: z = (|1100 - 900| - 1) / sqrt(2000) = 4.4498
     assert mcnemar(*discordant(1100, 900)) == pytest.approx(math.erfc(4.4498 / math.sqrt(2)), rel=0.02)
+
+
+@pytest.mark.parametrize("shares", [(1,), (0.25, 0.25, 0.25, 0.25)])
+def test_a_confidence_sequence_holds_however_often_one_looks(shares):
+    """Of 100 runs with an alpha of 10 %, seen after every fifth value, few leave the bounds."""
+    rng, mean, misses = np.random.default_rng(3), 0.85, 0
+    for _ in range(100):
+        values = (rng.random((48, len(shares))) < mean) @ np.array(shares)
+        bounds = [confidence_sequence(values[:n], 0.1) for n in range(3, 49, 5)]
+        misses += not all(low <= mean <= high for low, high in bounds)
+    assert misses <= 10
+
+
+def test_bounds_of_a_confidence_sequence():
+    assert confidence_sequence(np.zeros(0), 0.05) == (0.0, 1.0)
+    low, high = confidence_sequence(np.ones(64), 0.05)
+    assert high == 1.0 and 0.05 ** (1 / 64) * 0.93 < low < 0.025 ** (1 / 64)  # no bettor beats all on one card
+    assert confidence_sequence(np.zeros(64), 0.05) == pytest.approx((0.0, 1 - low))
+    sure, unsure = (confidence_sequence(np.tile(values, 30), 0.05) for values in ([0.8, 0.9], [1.0, 0.7]))
+    assert unsure[0] < sure[0] < 0.85 < sure[1] < unsure[1]
+    wide, narrow = (confidence_sequence(np.tile([1.0, 0.0], 50), alpha) for alpha in (0.001, 0.1))
+    assert wide[0] < narrow[0] < 0.5 < narrow[1] < wide[1]
+
+
+def test_sequential_mcnemar_holds_at_any_time_and_costs_little():
+    assert sequential_mcnemar(0, 0) == sequential_mcnemar(6, 6) == 1.0
+    assert sequential_mcnemar(12, 1) == sequential_mcnemar(1, 12) < 0.05
+    assert mcnemar(np.arange(13) < 12, np.arange(13) >= 12) < sequential_mcnemar(12, 1)
+    rng, fooled = np.random.default_rng(1), 0
+    for _ in range(300):
+        wins = np.cumsum(rng.random(80) < 0.5)
+        fooled += any(sequential_mcnemar(int(wins[n - 1]), int(n - wins[n - 1])) <= 0.1 for n in range(1, 81))
+    assert fooled <= 30

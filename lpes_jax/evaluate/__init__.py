@@ -6,22 +6,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lpes_jax import evaluation, hosts, output
+from lpes_jax import evaluation, hosts
 from lpes_jax.errors import UserError
 from lpes_jax.evaluate.perplexity import measure_perplexity
 from lpes_jax.evaluation import BASELINE, PLAIN, Candidate, Outcome
-from lpes_jax.factors import LayerFactors, write_json, write_text
+from lpes_jax.factors import LayerFactors
 from lpes_jax.limits import check_bounds
 from lpes_jax.mesh import make_mesh
 from lpes_jax.models.llama import Loaded, load
 from lpes_jax.models.llama.chat import Chat, PromptForm, check_chat, make_chat
-from lpes_jax.provenance import check_deterministic, content_sha256, environment
 from lpes_jax.report.html import write_page
 from lpes_jax.report.plots import depth_by_length, u_curve
 from lpes_jax.report.progress import SearchProgress
 from lpes_jax.report.tables import Grid, differences, markdown, position_table, show
 from lpes_jax.same_model import check_loaded
-from lpes_jax.search.run_folder import check_processes
+from lpes_jax.store import output
+from lpes_jax.store.files import write_json, write_text
+from lpes_jax.store.provenance import check_deterministic, check_processes, content_sha256, environment
 from lpes_jax.tasks.chat import ChatTask
 from lpes_jax.tasks.flags import TaskFlags, task_of, title_of
 from lpes_jax.tasks.metrics import effective_length

@@ -30,7 +30,6 @@ Letters: n bases, W windows, T tokens, B batch, S keys, L layers, H heads, K key
 
 import json
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -47,12 +46,13 @@ from safetensors.numpy import save_file
 
 from lpes_jax.errors import UserError
 from lpes_jax.json_files import parse_json
-from lpes_jax.methods import Maker
+from lpes_jax.methods import Choice, Maker, Tuning
 from lpes_jax.models.llama.attention import cached_attention, causal_attention
 from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.method import Layer, Method, of_attention
 from lpes_jax.models.llama.model import Llama, check_ids
 from lpes_jax.rope import cos_sin, rotate
+from lpes_jax.store.files import replacing
 from lpes_jax.text_nll import check_text, token_nll
 
 BASES = (10_000.0, 17_500.0, 18_000.0, 19_000.0, 20_000.0, 22_500.0, 25_000.0)
@@ -83,10 +83,9 @@ class Router:
 
     def save(self, path: Path) -> None:
         """One safetensors file, with the bases in its metadata; a kill leaves no half file under this name."""
-        unfinished = path.with_name(f"{path.name}.tmp")
         tensors = {name: np.asarray(getattr(self, name)) for name in _LEAVES}
-        save_file(tensors, unfinished, metadata={"bases": json.dumps(self.bases)})
-        os.replace(unfinished, path)
+        with replacing(path) as part:
+            save_file(tensors, part, metadata={"bases": json.dumps(self.bases)})
 
     @classmethod
     def load(cls, path: Path) -> "Router":
@@ -138,6 +137,15 @@ def moice(router: Router, top_k: int | None = None) -> Maker:
         return of_attention("MoICE", MixedBases(count if top_k is None else top_k), config, length, experts)
 
     return make
+
+
+def choices(tuning: Tuning) -> list[Choice]:
+    """The router that was given, or one that is trained here."""
+    if tuning.router is not None:
+        return [Choice(str(tuning.router), moice(Router.load(tuning.router)))]
+    windows = tuning.text(min(512, tuning.model.config.max_position_embeddings))
+    router, _ = train_router(tuning.model, windows, steps=tuning.router_steps, batch=tuning.router_batch, seed=tuning.seed)
+    return [Choice(f"router trained on {tuning.text_from}", moice(router))]
 
 
 @dataclass(frozen=True)

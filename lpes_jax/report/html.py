@@ -13,7 +13,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from lpes_jax.factors import write_text
+from lpes_jax.store.files import write_text
 
 STYLE = """
 body { margin: 0 auto; padding: 1rem; max-width: 60rem; font: 1rem/1.5 system-ui, sans-serif; color: #1a1a1a; }

@@ -10,23 +10,26 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from lpes_jax import hosts, output
+from lpes_jax import hosts
 from lpes_jax.curves import bezier_outline
 from lpes_jax.errors import UserError
 from lpes_jax.evaluation import BASELINE, PLAIN, results_record, rows, write_samples
-from lpes_jax.factors import LayerFactors, write_json, write_text
+from lpes_jax.factors import LayerFactors
+from lpes_jax.mark import refuse_marked
 from lpes_jax.mesh import make_mesh
 from lpes_jax.models.llama import Loaded, load
 from lpes_jax.models.llama.chat import make_chat
-from lpes_jax.provenance import check_deterministic
 from lpes_jax.report.html import write_page
 from lpes_jax.report.plots import factors_by_layer, search_history, u_curve
 from lpes_jax.report.tables import Grid, by_task, differences, markdown, position_table, show
 from lpes_jax.same_model import check_loaded
 from lpes_jax.search.loop import SearchResult, search
 from lpes_jax.search.mixture import file_stem, mixture_of
-from lpes_jax.search.run_folder import RunFolder
 from lpes_jax.search.settings import SearchSettings, as_record, check, preset, preset_values
+from lpes_jax.store import output
+from lpes_jax.store.files import write_json, write_text
+from lpes_jax.store.provenance import check_deterministic
+from lpes_jax.store.run_folder import RunFolder
 from lpes_jax.tasks.chat import ChatTask
 from lpes_jax.tasks.flags import name_of, tasks_of, title_of
 
@@ -55,6 +58,7 @@ def run_search(settings: SearchSettings, loaded: Loaded | None = None, measured:
     titles = [title_of(settings, task) for task in tasks] if mixture is None else mixture.titles
     start = None if settings.initial_factors is None else LayerFactors.load(settings.initial_factors)
     loaded = loaded or load(settings.model, settings.dtype, make_mesh(settings.model_axis))
+    refuse_marked(loaded.model.config.mark, f"--model {loaded.identity['name']}")  # what is found could not be used with it
     chat = make_chat(
         loaded.tokenizer,
         apply_chat_template=settings.apply_chat_template,

@@ -23,17 +23,18 @@ from lpes_jax.errors import UserError
 from lpes_jax.factors import array_of, json_of
 from lpes_jax.finite import WAY_OUT, place, shown
 from lpes_jax.generation import GeneratedScorer
-from lpes_jax.mesh import make_mesh, mesh_of, put_model
+from lpes_jax.mesh import make_mesh, mesh_of
 from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.model import Llama
+from lpes_jax.models.llama.sharding import put_model
 from lpes_jax.report.progress import SearchProgress
 from lpes_jax.rope import Granularity
 from lpes_jax.scoring import OptionScorer, Scorer, Scores
 from lpes_jax.search import racing
 from lpes_jax.search.racing import Bar, StagedScorer
-from lpes_jax.search.run_folder import RunFolder
 from lpes_jax.search.settings import SearchSettings
 from lpes_jax.search.stop import BudgetSpent, GracefulStop
+from lpes_jax.store.run_folder import RunFolder
 from lpes_jax.tasks import prompts as task_prompts
 from lpes_jax.tasks.leaks import count_leaky
 from lpes_jax.tasks.prompts import Prompt, Task

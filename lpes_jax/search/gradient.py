@@ -40,9 +40,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from lpes_jax.errors import UserError
 from lpes_jax.limits import check_bounds
-from lpes_jax.mesh import BY_POPULATION, EVERYWHERE, make_mesh, mesh_of, on_one_device, over_population, put, put_model, to_host
+from lpes_jax.mesh import BY_POPULATION, EVERYWHERE, make_mesh, mesh_of, on_one_device, over_population, put, to_host
 from lpes_jax.models.llama.method import of_table
 from lpes_jax.models.llama.model import Llama
+from lpes_jax.models.llama.sharding import put_model
 from lpes_jax.rope import RopeTable
 from lpes_jax.scoring import batch_scores
 from lpes_jax.search.minibatches import Data, Examples, Share, Windows, draws, spread, windows_a_step

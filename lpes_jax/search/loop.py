@@ -15,24 +15,25 @@ from jaxtyping import Float
 from lpes_jax import hosts, process
 from lpes_jax.errors import UserError
 from lpes_jax.evaluation import BASELINE, PLAIN, Candidate, Outcome, default_metrics, evaluate, slots_of
-from lpes_jax.factors import LayerFactors, array_of, write_json
+from lpes_jax.factors import LayerFactors, array_of
 from lpes_jax.finite import first_bad_layer
 from lpes_jax.json_files import is_number, read_json
 from lpes_jax.models.llama.model import Llama
-from lpes_jax.provenance import content_sha256, environment, prompts_sha256
 from lpes_jax.report.progress import SearchProgress
 from lpes_jax.rope import Granularity
 from lpes_jax.same_model import facts
 from lpes_jax.search.fitness import Fitness, Group, Individuals, fit, groups_of, make_scorer, search_prompts
 from lpes_jax.search.mixture import Mixture
 from lpes_jax.search.plain_text import check_windows
-from lpes_jax.search.run_folder import RunFolder, check_processes
 from lpes_jax.search.settings import SearchSettings, as_record, scaled_layers, search_space
 from lpes_jax.search.space import Space
 from lpes_jax.search.stop import BudgetSpent, GracefulStop
+from lpes_jax.store.files import write_json
+from lpes_jax.store.provenance import check_processes, content_sha256, environment
+from lpes_jax.store.run_folder import RunFolder
 from lpes_jax.tasks import prompts as task_prompts
 from lpes_jax.tasks.leaks import count_leaky
-from lpes_jax.tasks.prompts import Prompt, Task, token_ids
+from lpes_jax.tasks.prompts import Prompt, Task, prompts_sha256, token_ids
 
 _HELD_OUT = 5  # candidates of the held-out report: plain, baseline, uniform, pi, lpes
 
@@ -134,8 +135,8 @@ def search(
     record = _config(settings, model, identity, space, asked) | of_mixture
     check_processes(record, batch_size=settings.batch_size, population_chunk=settings.population_chunk)
     with RunFolder(settings.output_path, record, settings.resume, settings.overwrite) as folder:
-        if folder.is_complete:
-            return hosts.from_first(lambda: _as_left(folder))
+        if (complete := hosts.from_first(lambda: _as_left(folder))) is not None:
+            return complete
         way_on = f"interrupted; what was scored is in {folder.path}: the same command with --resume goes on from there"
         with process.saying(lambda: way_on):
             with SearchProgress(total) as progress:
@@ -233,9 +234,15 @@ def _config(
     }
 
 
-def _as_left(folder: RunFolder) -> SearchResult:
-    """The result of a complete run."""
-    factors = LayerFactors.load(folder.path / "factors.json")
+def _as_left(folder: RunFolder) -> SearchResult | None:
+    """The result of a complete run, whose results are of as many individuals as its history has; else None."""
+    results, found = folder.path / "results.json", folder.path / "factors.json"
+    if not (folder.recorded and results.exists() and found.exists()):
+        return None
+    read_json(results, dict, hint="; remove it, and --resume writes it anew")
+    factors = LayerFactors.load(found)
+    if factors.search.get("individuals") != len(folder.recorded):
+        return None
     points = (factors.curve or {}).get("control_points")
     return SearchResult(factors, [], None if points is None else np.array(points))
 

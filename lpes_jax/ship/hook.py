@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from lpes_jax.api import logits
-from lpes_jax.factors import FORMAT, LayerFactors, write_json
+from lpes_jax.factors import FORMAT, LayerFactors
 from lpes_jax.generation import generate_ids
 from lpes_jax.json_files import read_json
 from lpes_jax.models.llama.checkpoint import Checkpoint, is_tied, load_llama, save_llama
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.models.llama.tokenizer import stop_ids
 from lpes_jax.same_model import facts
+from lpes_jax.store.files import write_json
 from lpes_jax.tasks.prompts import token_ids
 
 _TORCH, _THERE = Path(__file__).parent.parent / "torch.py", "lpes_torch.py"

@@ -9,18 +9,28 @@ from pathlib import Path
 from typing import Any
 
 from lpes_jax.errors import UserError
+from lpes_jax.tasks.common_words import CommonWords
+from lpes_jax.tasks.frequent_words import FrequentWords
 from lpes_jax.tasks.key_value import KeyValue
 from lpes_jax.tasks.l_eval import LEval
+from lpes_jax.tasks.many_shot import ManyShot
 from lpes_jax.tasks.mdqa import MultiDocumentQA
 from lpes_jax.tasks.multiple_choice import MultipleChoice
 from lpes_jax.tasks.needle import Needle
+from lpes_jax.tasks.niah import Niah
 from lpes_jax.tasks.perplexity import Perplexity
+from lpes_jax.tasks.variable_tracking import VariableTracking
 from lpes_jax.tasks.zero_scrolls import ZeroScrolls
 
 CLASSES: dict[str, Any] = {
     "kv": KeyValue,
     "mdqa": MultiDocumentQA,
     "needle": Needle,
+    "niah": Niah,
+    "vt": VariableTracking,
+    "cwe": CommonWords,
+    "fwe": FrequentWords,
+    "many_shot": ManyShot,
     "zero_scrolls": ZeroScrolls,
     "l_eval": LEval,
     "mmlu": MultipleChoice,

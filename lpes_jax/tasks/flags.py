@@ -9,10 +9,17 @@ from lpes_jax.errors import UserError
 from lpes_jax.tasks import make_task, settings_of
 from lpes_jax.tasks.metrics import FirstLine
 from lpes_jax.tasks.ranged import Ranged
+from lpes_jax.tasks.variable_tracking import Placing
 
-TaskName = Literal["kv", "mdqa", "needle", "zero_scrolls", "l_eval", "mmlu", "ceval", "perplexity"]
+TaskName = Literal[
+    "kv", "mdqa", "needle", "niah", "vt", "cwe", "fwe", "many_shot", "zero_scrolls", "l_eval", "mmlu", "ceval", "perplexity"
+]
 Length = int | str  # a number, or a range: "5:20"
 ITEMS = {"kv": "key-value pairs", "mdqa": "documents", "needle": "sentences"}
+SIZES = {
+    **{"niah": ("num_lines", "lines"), "vt": ("num_lines", "lines"), "many_shot": ("num_shots", "examples")},
+    **{"cwe": ("num_words", "words"), "fwe": ("num_words", "words")},
+}
 
 
 @dataclass(frozen=True)
@@ -20,15 +27,17 @@ class TaskFlags:
     """Which task, and its settings; each task refuses those that it has not."""
 
     task: TaskName | tuple[TaskName, ...] = "kv"
-    """kv: key-value retrieval; mdqa: multi-document QA; needle; zero_scrolls; l_eval; mmlu; ceval; perplexity. Several in a
-    search: it uses all of them together, each with those of the flags that it has."""
+    """kv: key-value retrieval; mdqa: multi-document QA; needle; RULER's niah, vt (variable tracking), cwe and fwe (common and
+    frequent words); many_shot: classification; zero_scrolls; l_eval; mmlu; ceval; perplexity. Several in a search: it uses all
+    of them together, each with those of the flags that it has."""
     mixture: Path | None = None
     """A search: TOML file with a block [[task]] for each task: task = its name, its flags by their names, and where wanted
     limit, test_limit and weight of its own. In place of all flags of tasks."""
     data_folder: Path | None = None
     """The folder that paths in --mixture start from (default: the file's own)."""
     data: Path | None = None
-    """The benchmark's file or folder; kv and needle are generated without one."""
+    """The benchmark's file or folder; kv, needle and RULER's tasks are generated without one. niah: a text for the essay; cwe:
+    a file of words; many_shot: a CSV of text and label."""
 
     num_pairs: Length | tuple[Length, ...] | None = None
     """kv: key-value pairs in a prompt (default 50); several in a search: it uses prompts of all these lengths. A range, 5:20: a
@@ -37,10 +46,11 @@ class TaskFlags:
     """kv: keys and values of this many hexadecimal characters instead of UUIDs."""
     answer_opener: str | None = None
     """kv: what stands at the end of the prompt, before the answer (default: a space and a quote); '' admits a bare and a quoted
-    value."""
+    value. vt: a space (RULER's) or ''."""
     queries_per_haystack: int | None = None
-    """kv, mdqa: so many questions a position about the same pairs or documents, which stay, for those nearest to it, so
-    that a position is a mean of neighbours (1: the pair or document moves); mdqa: with --distractors random."""
+    """kv, mdqa, niah: so many questions a position about the same pairs, documents or lines, which stay, for those nearest to
+    it, so that a position is a mean of neighbours (1: the pair, document or line moves); mdqa: with --distractors random; niah:
+    multikey_2 and multikey_3."""
     query_aware: bool = False
     """kv, mdqa: the question stands before the data as well."""
     num_documents: Length | tuple[Length, ...] | None = None
@@ -59,25 +69,43 @@ class TaskFlags:
     """mdqa: score without accents."""
     num_sentences: Length | tuple[Length, ...] | None = None
     """needle: sentences of filler (default 100), or several lengths or a range in a search likewise."""
+    num_lines: Length | tuple[Length, ...] | None = None
+    """niah, vt: lines of the haystack (default 100), or several lengths or a range in a search likewise."""
+    num_words: Length | tuple[Length, ...] | None = None
+    """fwe: words of the text (default 500); cwe: different words of the list (default 50); several lengths or a range
+    likewise."""
     num_keys: int | None = None
-    """needle: needles in a prompt."""
+    """needle, niah: needles in a prompt."""
     num_queries: int | None = None
     """needle: how many of them are asked for."""
+    num_chains: int | None = None
+    """vt: chains of assignments in a prompt (default 1)."""
+    num_hops: int | None = None
+    """vt: assignments of a chain behind its first (default 4)."""
+    alpha: float | None = None
+    """fwe: how fast frequencies fall with the rank (default 2)."""
+    placing: Placing | None = None
+    """vt, cwe, fwe: spread, RULER's, without positions; or together: the chain, or the words asked for, stand at the
+    position."""
+    short_lists: bool = False
+    """cwe: RULER's numbers for prompts below 4,096 tokens."""
+    labels: Literal["numbers", "names"] | None = None
+    """many_shot: random numbers as labels (the default), or the file's own."""
     subset: str | None = None
-    """zero_scrolls, l_eval: the data set."""
+    """zero_scrolls, l_eval: the data set. niah: single_1 (the default), ..., RULER's variants, or near_keys."""
     max_prompt_tokens: int | None = None
     """zero_scrolls, l_eval: tokens of a prompt (default 3584); longer ones are cut as the benchmark does."""
     subjects: tuple[str, ...] = ()
     """mmlu, ceval: subjects (default: all in the folder)."""
     num_shots: int | None = None
-    """mmlu, ceval: solved questions before the one asked (default 5)."""
+    """mmlu, ceval: solved questions before the one asked (default 5); many_shot: solved examples (default 50)."""
     window: int | None = None
     """perplexity: tokens of a window (default 2048)."""
     stride: int | None = None
     """perplexity: tokens that each window moves on (default: the window)."""
 
 
-LENGTHS = ("num_pairs", "num_documents", "num_sentences")
+LENGTHS = ("num_pairs", "num_documents", "num_sentences", "num_lines", "num_words")
 SETTINGS = tuple(field.name for field in fields(TaskFlags) if field.name not in ("task", "mixture", "data_folder"))
 
 
@@ -144,6 +172,11 @@ def _of_length(name: str, settings: dict[str, Any], setting: str, length: Length
 def title_of(flags: TaskFlags, task: Any) -> str:
     """What pictures and tables call it: `10 documents`, `5 to 20 documents`, `zero_scrolls qasper`."""
     name = name_of(flags)
+    if name in SIZES:
+        setting, items = SIZES[name]
+        longest: Any = task.longest if isinstance(task, Ranged) else task
+        low = f"{task.low} to " if isinstance(task, Ranged) else ""
+        return " ".join([name, *([longest.subset] if name == "niah" else []), f"{low}{getattr(longest, setting)} {items}"])
     if name in ITEMS:
         return f"{f'{task.low} to ' if isinstance(task, Ranged) else ''}{task.num_items} {ITEMS[name]}"
     return f"{name} {flags.subset or ''}".strip()

@@ -139,13 +139,13 @@ class Needle(Generation):
         asked = example.needles[: self.num_queries]
         text = (ONE if len(asked) == 1 else SEVERAL).format(
             context=" ".join(sentence for group in sentences for sentence in group if sentence),
-            query=_listed([key for key, _ in asked]),
+            query=listed([key for key, _ in asked]),
         )
         values = [value for _, value in asked]
         return Prompt(
             text=text,
-            answers=(" " + _listed(values),),
-            gold=_listed(values),
+            answers=(" " + listed(values),),
+            gold=listed(values),
             example=example.id,
             position=own_position if position is None else position,
             slot=slot,
@@ -165,22 +165,28 @@ class Needle(Generation):
         # As in key_value.py: a string seeds the same everywhere, and getrandbits is the bare Mersenne Twister.
         rng = random.Random(f"lpes needle {seed} {split} {index}")
 
-        def one_of(words: Sequence[str]) -> str:
-            return words[rng.getrandbits(32) % len(words)]
-
         needles: dict[str, str] = {}
         while len(needles) < self.num_keys:
-            key, value = f"{one_of(_ADJECTIVES)}-{one_of(_ANIMALS)}", str(10**6 + rng.getrandbits(32) % (9 * 10**6))
+            key = f"{one_of(_ADJECTIVES, rng)}-{one_of(_ANIMALS, rng)}"
+            value = str(10**6 + rng.getrandbits(32) % (9 * 10**6))
             if key not in needles and value not in needles.values() and split in ("all", split_of(key)):
                 needles[key] = value
         others_at = tuple(rng.getrandbits(32) % self.num_items for _ in range(self.num_keys - 1))
-        filler = tuple(
-            f"The {one_of(_HOW)} {one_of(_WHO)} {one_of(_DID)} a {one_of(_WHAT)} to the {one_of(_HOW)} {one_of(_WHO)} "
-            f"at the {one_of(_WHERE)} {one_of(_WHEN)}."
-            for _ in range(self.num_sentences)
-        )
-        return Example(tuple(needles.items()), others_at, filler)
+        return Example(tuple(needles.items()), others_at, tuple(sentence(rng) for _ in range(self.num_sentences)))
 
 
-def _listed(words: list[str]) -> str:
+def sentence(rng: random.Random) -> str:
+    """A sentence of filler, of `rng`'s next eight words."""
+    who, what = f"{one_of(_HOW, rng)} {one_of(_WHO, rng)}", f"{one_of(_DID, rng)} a {one_of(_WHAT, rng)}"
+    whom = f"{one_of(_HOW, rng)} {one_of(_WHO, rng)}"
+    return f"The {who} {what} to the {whom} at the {one_of(_WHERE, rng)} {one_of(_WHEN, rng)}."
+
+
+def one_of(words: Sequence[str], rng: random.Random) -> str:
+    """One of the words, the same with every version of Python."""
+    return words[rng.getrandbits(32) % len(words)]
+
+
+def listed(words: Sequence[str]) -> str:
+    """The words as RULER's questions name them: `a, b, and c`; of two `a, and b`."""
     return words[0] if len(words) == 1 else ", ".join(words[:-1]) + f", and {words[-1]}"

@@ -14,6 +14,8 @@ A task is decided by `generation` (an output is generated text) or by `options` 
 options, whose log-likelihoods come from the prompts that `option_prompts` gives).
 """
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
@@ -280,7 +282,8 @@ def fit(
             limit = f"the smaller of {limit} and the task's own {max_prompt_tokens}"
         raise UserError(
             f"{len(skipped)} questions are too long: up to {longest} tokens, more than {limit}; use fewer items a "
-            "prompt (--num-pairs, --num-documents, --num-sentences), or leave these questions out with --overlength skip"
+            "prompt (--num-pairs, --num-documents, --num-sentences, --num-lines), or leave these questions out with "
+            "--overlength skip"
         )
     fitted = [prompt for prompt in fitted if prompt.example not in skipped]
     return Fitted(fitted, list(skipped), sum(prompt.was_cut for prompt in fitted))
@@ -343,6 +346,14 @@ def checked_stop(stop: Sequence[str]) -> tuple[str, ...]:
                 + ("is empty" if not text else "has a backslash and an n, no line end; in a shell a line end is $'\\n'")
             )
     return tuple(stop)
+
+
+def prompts_sha256(prompts: Sequence[Prompt]) -> str:
+    """Of all that is asked, and of the answers, whether they come from a file or are generated."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(json.dumps([prompt.text, prompt.answers, prompt.references, prompt.options]).encode())
+    return digest.hexdigest()
 
 
 def token_ids(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from lpes_jax.errors import UserError
-from lpes_jax.tasks import key_value, mdqa, needle
+from lpes_jax.tasks import common_words, frequent_words, key_value, mdqa, needle, niah, variable_tracking
 from lpes_jax.tasks.prompts import Prompt, Split, Task
 from lpes_jax.tasks.prompts import slot as slot_of
 
@@ -115,5 +115,14 @@ def shortened(example: Any, length: int) -> Any:
         case needle.Example():
             others_at = tuple(at * (length + 1) // (len(example.filler) + 1) for at in example.others_at)
             return replace(example, filler=example.filler[:length], others_at=others_at)
+        case niah.Example():
+            others_at = tuple(at * (length + 1) // (len(example.lines) + 1) for at in example.others_at)
+            return replace(example, lines=example.lines[:length], others_at=others_at)
+        case variable_tracking.Example():
+            return example.of_length(length)
+        case common_words.Example():
+            return replace(example, words=example.words[:length])
+        case frequent_words.Example():
+            return example  # how often its words stand in a text is for the text's length to say
         case _:
             raise TypeError(f"{type(example).__name__} has no length")

@@ -28,7 +28,7 @@ __all__ = ["Llama", "LlamaConfig", "Loaded", "load", "load_model", "load_tokeniz
 class Loaded:
     """A model with its tokenizer, the ids that end a text, and how records name it: name, num_layers, sha256, dtype.
 
-    sha256 is that of the weight files.
+    sha256 is that of the weight files; `mark` stands there too where the files hold factors (`lpes_jax.mark`).
     """
 
     model: Llama
@@ -69,6 +69,8 @@ def load(
         "sha256": sha256.result(),
         "dtype": dtype,
     }
+    if checkpoint.config.mark is not None:
+        identity["mark"] = checkpoint.config.mark.record
     return Loaded(model, chosen, identity, chosen.stop_ids)
 
 

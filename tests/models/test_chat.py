@@ -4,7 +4,7 @@ import hashlib
 import json
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from byte_tokenizer import byte_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from lpes_jax.errors import UserError
@@ -31,14 +31,7 @@ DATED = "{%- set today = strftime_now('%d %B %Y') %}{{ today }}, {{ strftime_now
 
 def make_tokenizer(template: str | None, bos: bool = True) -> PreTrainedTokenizerFast:
     """Bytes for tokens, <s> before every text where `bos`."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<s>", "<|im_start|>", "<|im_end|>")])
-    if bos:
-        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", chat_template=template)
+    return byte_tokenizer(("<s>", "<|im_start|>", "<|im_end|>"), bos=bos, chat_template=template)
 
 
 def test_the_template_of_the_tokenizer():

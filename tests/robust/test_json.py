@@ -14,20 +14,23 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from lpes_jax import cli
+from lpes_jax.compare import PARTS
 from lpes_jax.errors import UserError
-from lpes_jax.factors import LayerFactors, write_json
+from lpes_jax.factors import LayerFactors
 from lpes_jax.json_files import MOST_DEPTH, parse_json, read_json
 from lpes_jax.methods.moice import Router
 from lpes_jax.models.llama import LlamaConfig
 from lpes_jax.models.llama.checkpoint import open_checkpoint
 from lpes_jax.models.llama.tokenizer import stop_ids
+from lpes_jax.results import outcome_of
 from lpes_jax.search import run_search
 from lpes_jax.search.loop import _sweep
-from lpes_jax.search.run_folder import RunFolder
 from lpes_jax.search.settings import SearchSettings, search_space
+from lpes_jax.store.files import write_json
+from lpes_jax.store.parts import Parts
+from lpes_jax.store.run_folder import RunFolder
 from lpes_jax.tasks import make_task
 from lpes_jax.tasks.multiple_choice import _chinese_names
-from lpes_jax.unfinished import Unfinished, outcome_of
 
 SOON = settings(
     max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
@@ -284,7 +287,8 @@ def test_lines_of_a_history(tmp_path, line, data):
     for record in refused_or(opened) or ():
         assert record["fitness"] is None or np.isfinite(record["fitness"])
         assert np.isfinite(np.nan_to_num(np.array(record["factors"], float)).sum())  # null: it stands still
-        assert np.isfinite(sum(record["accuracy"].values() if "accuracy" in record else record["accuracies"]))
+        of_tasks = [it if isinstance(it, dict) else {"": it} for it in record.get("accuracy", {}).values()]  # of a mixture
+        assert np.isfinite(sum(sum(it.values()) for it in of_tasks) + sum(record.get("accuracies", [])))
 
 
 @SOON
@@ -297,7 +301,7 @@ def test_the_config_of_a_run_and_of_a_comparison(tmp_path, record):
     (run / "config.json").write_text(json.dumps(record))
     (comparison / "unfinished/begun.json").write_text(json.dumps(record))
     refused_or(lambda: RunFolder(run, RAN, resume=True).close())
-    refused_or(lambda: Unfinished(comparison, RAN, resume=True))
+    refused_or(lambda: Parts(comparison, RAN, PARTS, resume=True).close())
     assert json.loads((run / "history.jsonl").read_text()) == LINE  # refused or not, nothing is lost
 
 
@@ -317,11 +321,12 @@ def test_what_a_comparison_goes_on_with(tmp_path, measured, tuned):
     (folder / "begun.json").write_text(json.dumps(RAN))
     for name, record in (("yarn.measured", measured), ("yarn.tuned", tuned)):
         (folder / f"{name}.json").write_text(json.dumps(record))
-    kept = refused_or(lambda: Unfinished(tmp_path, RAN, resume=True))
+    kept = refused_or(lambda: Parts(tmp_path, RAN, PARTS, resume=True))
     if kept is not None:
-        outcome = outcome_of(kept.measured["yarn"])
+        kept.close()
+        outcome = outcome_of(kept.records["measured"]["yarn"])
         assert all(values.shape == outcome.main.shape for values in outcome.scores.values())
-        assert isinstance(kept.tuned["yarn"]["setting"], str)
+        assert isinstance(kept.records["tuned"]["yarn"]["setting"], str)
 
 
 @SOON

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from lpes_jax import output
 from lpes_jax.cli import main
 from lpes_jax.errors import UserError
-from lpes_jax.factors import read_json, write_json
+from lpes_jax.factors import read_json
+from lpes_jax.store import output
+from lpes_jax.store.files import write_json
 
 VERBS = ("search", "evaluate", "compare", "export")
 FOLDERS = {

@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from byte_tokenizer import byte_tokenizer
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import lpes_jax as lj
@@ -45,14 +46,6 @@ def of_first_release(factors: LayerFactors) -> LayerFactors:
     """The same with what the first release recorded."""
     kept = ("name", "num_layers", "sha256")
     return replace(factors, model={name: factors.model[name] for name in kept})
-
-
-def byte_tokenizer(backwards: bool = False) -> PreTrainedTokenizerFast:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=backwards)
-    tokenizer = Tokenizer(models.BPE({token: at for at, token in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 def rope(kind: str, **keys: Any) -> RopeParameters:

@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+from byte_tokenizer import byte_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -154,11 +154,7 @@ def test_a_template_may_look_at_each_character():
 
 def tokenizer_of(template: object, folder: Path | None = None) -> PreTrainedTokenizerFast:
     """Bytes for tokens; written to a folder and read again where that is given, as a model's would be."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({token: at for at, token in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.add_special_tokens([AddedToken("<s>", special=True)])
-    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
+    made = byte_tokenizer(["<s>"])
     if folder is None:
         made.chat_template = template
         return made

@@ -2,8 +2,8 @@
 
 import jax.numpy as jnp
 import pytest
+from byte_tokenizer import byte_tokenizer
 from flax import nnx
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lpes_jax.models.llama import Llama
@@ -12,11 +12,7 @@ from lpes_jax.models.llama import Llama
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
     """A token for every byte, so that ids stay below the tiny model's vocabulary of 300."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({token: at for at, token in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    return byte_tokenizer()
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,10 @@ from pathlib import Path
 import jax
 import pytest
 
-from lpes_jax.factors import write_json
 from lpes_jax.models.llama import load
 from lpes_jax.search.loop import search
 from lpes_jax.search.settings import SearchSettings
+from lpes_jax.store.files import write_json
 from lpes_jax.tasks.flags import task_of
 
 pytestmark = pytest.mark.promotes

@@ -2,10 +2,7 @@
 
 import json
 import math
-import os
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,19 +11,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from descents import haystacks, looks_of
 
 from lpes_jax.errors import UserError
 from lpes_jax.factors import LayerFactors
 from lpes_jax.models.llama import Llama
 from lpes_jax.rope import RopeTable
 from lpes_jax.search.algorithms import between_families, box_parameters, factors_applied
-from lpes_jax.search.gradient import GradientSettings, Look, answer_loss, descend, initial_state, text_loss
+from lpes_jax.search.gradient import GradientSettings, answer_loss, descend, initial_state, text_loss
 from lpes_jax.search.loop import SearchResult, search
 from lpes_jax.search.minibatches import Data, pack, prompts_of_a_tree, shared_trees
 from lpes_jax.search.plain_text import text_windows
-from lpes_jax.search.run_folder import RunFolder
 from lpes_jax.search.settings import SearchSettings, check, genetic_settings, preset, search_space
 from lpes_jax.search.space import Space
+from lpes_jax.store.run_folder import RunFolder
 from lpes_jax.tasks.flags import tasks_of
 from lpes_jax.tasks.prompts import EncodedPrompt
 
@@ -126,16 +124,6 @@ def pieces(tiny_model, tiny_config):
     return tiny_model, train, held_back, parameters, factors_applied(space, values, tiny_config.rope_table(64)), project
 
 
-def looks_of(pieces, settings: GradientSettings, **more) -> tuple[list[Look], Look]:
-    model, train, held_back, parameters, apply, project = pieces
-    seen: list[Look] = []
-    best = descend(
-        model, train, more.pop("held_back", held_back), parameters, apply, settings, project=project,
-        on_look=lambda look, state: seen.append(look), **more,
-    )  # fmt: skip
-    return seen, best
-
-
 def test_descent_lowers_the_loss_stays_in_the_box_and_keeps_the_best_look(pieces):
     model, train, _, parameters, apply, _ = pieces
     looks, best = looks_of(pieces, GradientSettings(**SIZES, steps=12, look_every=3), held_back=train)
@@ -185,17 +173,6 @@ def test_weights_are_in_the_loss_or_in_the_draws(pieces):
     assert by_draws[1].train_loss == pytest.approx(float(answer_loss(model, alone, table)), rel=1e-5)
 
 
-def haystacks(sizes: list[int], seed: int = 0) -> list[EncodedPrompt]:
-    """So many questions about each haystack, with one or two answers; each is a prompt."""
-    rng = np.random.default_rng(seed)
-
-    def ids(length: int) -> list[int]:
-        return rng.integers(1, 250, length).tolist()
-
-    bodies = [(ids(62 + at), size) for at, size in enumerate(sizes)]
-    return [EncodedPrompt(body + ids(4), [ids(2) for _ in range(1 + at % 2)]) for body, size in bodies for at in range(size)]
-
-
 def test_prompts_that_are_alike_are_grouped_where_that_halves_the_cost(tiny_config):
     assert [prompts_of_a_tree(size) for size in (1, 2, 4, 8, 16, 24)] == [0, 1, 2, 4, 4, 6]
     prompts = haystacks([5, 7, 3])
@@ -243,57 +220,6 @@ def test_search_with_shared_prompts_holds_whole_haystacks_back(guesser, tokenize
     sizes = {name: result.factors.search[name] for name in ("prompts_a_step", "trees_a_step", "prompts_a_look")}
     assert sizes == {"prompts_a_step": 12, "trees_a_step": 4, "prompts_a_look": 3}
     assert [line["step"] for line in history] == [0, 1] and history[1]["fitness"] != history[0]["fitness"]
-
-
-DEVICES = """
-import sys
-import jax, jax.numpy as jnp, numpy as np
-import lpes_jax as lj
-import test_gradient as t
-from lpes_jax.mesh import make_mesh, put_model
-from lpes_jax.search import gradient
-
-model, prompts = lj.load_model(sys.argv[1], "float32"), t.haystacks([3, 4, 3])
-trees = t.shared_trees(prompts, model.config, 4)
-train = t.Data([t.pack(prompts, np.linspace(0.1, 1, 10), trees)], jnp.arange(120, dtype=jnp.int32).reshape(3, 40))
-settings = t.SearchSettings(curve="free", min_factor=0.9, max_factor=1.2)
-space = t.search_space(settings, model.config, range(3))
-parameters, project, values = t.box_parameters(settings, space)
-apply = t.factors_applied(space, values, model.config.rope_table(96))
-sizes = t.GradientSettings(
-    minibatch_size=7, learning_rate=0.003, steps=3, look_every=3, text_weight=2.0, text_minibatch=2
-)
-
-def looks(mesh):
-    pieces = put_model(model, mesh), train, train, parameters, apply, project
-    return t.looks_of(pieces, sizes, penalty=lambda p: jnp.square(p["y"] - 1).mean())[0]
-
-shardy, look = [], gradient._look
-gradient._look = lambda *inputs: shardy.append(jax.config.jax_use_shardy_partitioner) or look(*inputs)
-alone = looks(make_mesh(devices=jax.devices()[:1]))
-for as_on_gpus, mesh in ((False, make_mesh()), (True, make_mesh()), (True, make_mesh(2))):
-    jax.clear_caches()
-    gradient._shardy_crashes = lambda: as_on_gpus
-    for one, several in zip(alone, looks(mesh), strict=True):
-        assert len(several.parameters["y"].devices()) == 1 and jax.device_count() == 8
-        np.testing.assert_allclose(several.parameters["y"], one.parameters["y"], atol=1e-5)
-        np.testing.assert_allclose([*several[1:3], *several[3], *several[4], several.text_loss],
-                                   [*one[1:3], *one[3], *one[4], one.text_loss], rtol=1e-4)
-    assert jax.config.jax_use_shardy_partitioner
-assert shardy == [True] * 4 + [False] * 4, shardy
-assert float(jnp.abs(one.parameters["y"] - 1).min()) > 1e-3
-print("same")
-"""
-
-
-def test_eight_devices_descend_as_one_by_either_partitioner(model_folder):
-    paths = f"{Path(__file__).parents[2]}{os.pathsep}{Path(__file__).parent}"
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
-    flags["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # compiles faster
-    command = [sys.executable, "-W", "error", "-c", DEVICES, str(model_folder)]
-    done = subprocess.run(command, env=os.environ | flags, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip().endswith("same")
 
 
 def test_text_term_penalty_and_gate(pieces):

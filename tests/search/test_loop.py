@@ -25,8 +25,8 @@ from lpes_jax.search import loop
 from lpes_jax.search.fitness import make_scorer, tie_break_scale
 from lpes_jax.search.genetic import GeneticSettings, PaperGA
 from lpes_jax.search.loop import search
-from lpes_jax.search.run_folder import RunFolder
 from lpes_jax.search.settings import SearchSettings, genetic_settings, preset, scaled_layers, search_space
+from lpes_jax.store.run_folder import RunFolder
 from lpes_jax.tasks.flags import task_of
 
 pytestmark = pytest.mark.promotes

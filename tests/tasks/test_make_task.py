@@ -27,7 +27,7 @@ def test_tasks_by_name(tmp_path):
         (
             "kvv",
             {},
-            "--task 'kvv' is not known; the tasks are: kv, mdqa, needle, zero_scrolls, l_eval, mmlu, ceval, perplexity",
+            "--task 'kvv' is not known; the tasks are: kv, mdqa, needle, niah, vt, cwe, fwe, many_shot, zero_scrolls, l_eval, ",
         ),
         ("kv", {}, "--task kv needs --num-pairs"),
         ("needle", {"num_pairs": 3}, "--num-pairs is no setting of --task needle; it has: --num-sentences, --num-keys"),

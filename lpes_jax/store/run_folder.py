@@ -16,11 +16,10 @@ nothing but the check that their lines are the same.
 
 import json
 import os
-import sys
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +27,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lpes_jax import hosts, output
+from lpes_jax import hosts
 from lpes_jax.errors import UserError
-from lpes_jax.factors import LayerFactors, write_json
 from lpes_jax.json_files import is_array, is_number, parse_json, read_json
-from lpes_jax.provenance import PLACES, check_resumed, flag_of, flat
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
+from lpes_jax.store import files, output
+from lpes_jax.store.provenance import check_resumed
 
 
 class RunFolder:
@@ -63,11 +57,6 @@ class RunFolder:
         """Unlock it. Nothing is left to write."""
         if self._history is not None:
             self._history.close()
-
-    @property
-    def is_complete(self) -> bool:
-        """Are its results there, and of as many lines as its history has?"""
-        return hosts.from_first(self._is_complete)
 
     def append(self, records: list[dict[str, Any]]) -> None:
         """Add lines to the history; they are on the disk when this returns.
@@ -100,16 +89,10 @@ class RunFolder:
         """Keep the numbers of a pytree beside the history, whole or not at all, and the ones before."""
         if not hosts.is_first():
             return
-        temporary = self.path / "part.npz"
         with self.writing():
-            with temporary.open("wb") as file:
+            with files.replacing(self.state_path, previous=self._previous_path) as part, part.open("wb") as file:
                 np.savez(file, *[np.asarray(leaf) for leaf in jax.tree.leaves(state)])
-                file.flush()
-                os.fsync(file.fileno())
-            if self.state_path.exists():
-                os.replace(self.state_path, self._previous_path)
-            os.replace(temporary, self.state_path)
-            sync(self.path)
+            files.sync(self.path)
 
     def states(self, like: Any) -> Iterator[Any]:
         """What `save_state` kept and can be read, newest first, in the structure and types of `like`."""
@@ -126,7 +109,7 @@ class RunFolder:
     def settle(self) -> None:
         """All files of the folder are on the disk when this returns."""
         for path in self.path.iterdir():
-            sync(path)
+            files.sync(path)
 
     def must_continue(self, draft: dict[str, Any], record: dict[str, Any]) -> None:
         """Refuse a line of the history that is not the individual which this search makes in its place."""
@@ -136,20 +119,10 @@ class RunFolder:
                 "(another version of the program or of JAX?); give another --output-path"
             )
 
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """What goes wrong with a file in here is the user's to mend: a full disk, say."""
-        try:
-            yield
-        except FileExistsError as error:
-            if not self.path.is_dir():
-                raise UserError(f"--output-path {self.path}: a file is there, not a folder; give another folder") from error
-            # Another process began a run in this moment.
-            raise UserError(f"--output-path {self.path} holds a run already; give another folder") from error
-        except OSError as error:
-            way_out = "; make room, then go on with --resume" if self.history_path.exists() else ""
-            reason = f"{error.strerror or error}"
-            raise UserError(f"--output-path {self.path}: cannot be written ({reason}){way_out}") from error
+    def writing(self) -> AbstractContextManager[None]:
+        """Turn an OSError in here, a full disk say, into a UserError that says how to go on."""
+        way_out = "make room, then go on with --resume" if self.history_path.exists() else "give another folder"
+        return files.writing(f"--output-path {self.path}", way_out)
 
     def _open(self, config: dict[str, Any], resume: bool, overwrite: bool) -> tuple[list[dict[str, Any]], bool]:
         """The folder, locked: the records that it has, and whether a run goes on there."""
@@ -160,10 +133,16 @@ class RunFolder:
         if not (resume or overwrite) and self.history_path.exists():
             raise UserError(f"--output-path {path} holds a run already; give --resume to go on with it, or another folder")
         with self.writing():
-            path.mkdir(parents=True, exist_ok=True)
-            self._history = self.history_path.open("a+b" if resume or overwrite else "xb", buffering=0)
+            try:
+                path.mkdir(parents=True, exist_ok=True)
+                self._history = self.history_path.open("a+b" if resume or overwrite else "xb", buffering=0)
+            except FileExistsError as error:
+                if not path.is_dir():
+                    raise UserError(f"--output-path {path}: a file is there, not a folder; give another folder") from error
+                # Another process began a run in this moment.
+                raise UserError(f"--output-path {path} holds a run already; give another folder") from error
         try:
-            self._lock()
+            files.lock(self._history, path)
             if overwrite:
                 with self.writing():
                     output.remove(path, output.SEARCHED)  # the history is emptied below
@@ -176,34 +155,16 @@ class RunFolder:
                 self._history.seek(0, os.SEEK_END)
                 os.fsync(self._history.fileno())
                 if before is None:
-                    write_json(path / "config.json", config)
-                    sync(path)
+                    files.write_json(path / "config.json", config)
+                    files.sync(path)
         except BaseException:
             self.close()
             raise
         return self.recorded, bool(kept)
 
-    def _is_complete(self) -> bool:
-        if not (self.recorded and (self.path / "results.json").exists() and (self.path / "factors.json").exists()):
-            return False
-        read_json(self.path / "results.json", dict, hint="; remove it, and --resume writes it anew")
-        return LayerFactors.load(self.path / "factors.json").search.get("individuals") == len(self.recorded)
-
     @property
     def _previous_path(self) -> Path:
         return self.path / "state.previous.npz"
-
-    def _lock(self) -> None:
-        try:
-            if fcntl is None:
-                raise OSError
-            fcntl.flock(self._history, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"--output-path {self.path}: another process is working in this folder; wait for it, or give another folder"
-            ) from None
-        except OSError:
-            print(f"note: {self.path} cannot be locked here; let no other process write to it", file=sys.stderr)
 
     def _config_before(self, needed: bool) -> Any:
         """config.json; None where it is damaged and not needed: there are no lines that it stands for."""
@@ -250,9 +211,11 @@ def _wrong_in(record: dict[str, Any]) -> str | None:
 
 def _by_position(value: Any, *, nulls: bool = True) -> bool:
     """Numbers by position, or such records by the tasks of a mixture."""
-    if isinstance(value, dict) and value and all(isinstance(of_task, dict) for of_task in value.values()):
-        return all(_by_position(of_task, nulls=nulls) for of_task in value.values())
-    return isinstance(value, dict) and all((nulls and number is None) or is_number(number) for number in value.values())
+    if not isinstance(value, dict) or not value:
+        return False
+    of_tasks = list(value.values()) if all(isinstance(of_task, dict) for of_task in value.values()) else [value]
+    numbers = [number for of_task in of_tasks for number in of_task.values()]
+    return all(of_tasks) and all((nulls and number is None) or is_number(number) for number in numbers)
 
 
 def _factors(value: Any) -> bool:
@@ -285,13 +248,6 @@ _RIGHT: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def check_processes(config: dict[str, Any], **more: Any) -> None:
-    """Raise UserError, in all processes, where one of them has another `config`, but for paths and devices, or `more`."""
-    elsewhere = {*PLACES, "environment.git_commit"}
-    record = {flag_of(key): value for key, value in flat(config).items() if key not in elsewhere and ".devices." not in key}
-    hosts.check_alike(record | {flag_of(f"settings.{name}"): value for name, value in more.items()})
-
-
 def _arrays(path: Path) -> list[np.ndarray]:
     """Of an .npz file; none of one that is not there, or not whole."""
     try:
@@ -299,15 +255,3 @@ def _arrays(path: Path) -> list[np.ndarray]:
             return [saved[name] for name in saved.files]
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile):
         return []
-
-
-def sync(path: Path) -> None:
-    """Wait until a file's contents, or a folder's names, are on the disk, where the system can say so."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError:  # folders of some file systems
-        if not path.is_dir():
-            raise
-    finally:
-        os.close(descriptor)

@@ -17,6 +17,7 @@ from typing import Literal
 
 from lpes_jax import process
 from lpes_jax.errors import UserError
+from lpes_jax.store import files
 
 Verb = Literal["search", "evaluate", "compare", "export"]
 _TOLD_BY = {  # in this order
@@ -30,7 +31,7 @@ _KIND = {"search": "search", "export": "export", "evaluate": "measured", "compar
 _SHARED = ("results.json", "results.md", "samples.jsonl", "report.html", "positions*.png", "positions*.svg")
 MEASURED = (*_SHARED, "depth_by_length_*")
 SEARCHED = (
-    *(*_SHARED, "config.json", "factors.json", "uniform.json", "state*.npz", "part.npz"),
+    *(*_SHARED, "config.json", "factors.json", "uniform.json", "state*.npz", "part.npz", "*.part"),
     *("factors.png", "factors.svg", "history.png", "history.svg"),
 )  # beside the history
 
@@ -69,11 +70,11 @@ def reserved(folder: Path) -> Iterator[Path]:
     Two processes that ask at once get two folders.
     """
     number, chosen = 1, folder
-    with writing(folder):
+    with _writing(folder):
         made = _make(folder.parent)
     while True:
         try:
-            with writing(chosen):
+            with _writing(chosen):
                 chosen.mkdir()
             break
         except UserError as error:
@@ -111,7 +112,7 @@ def staged(folder: Path) -> Iterator[Path]:
     All are there or none is: after an error, or where a signal ends this process meanwhile, nothing was touched. Files that
     measured results which stood there before have left are removed. Raises UserError where the files cannot be written.
     """
-    with writing(folder), process.unbroken():
+    with _writing(folder), process.unbroken():
         made = _make(folder)
         try:
             part = Path(tempfile.mkdtemp(dir=folder, prefix=".part-"))
@@ -123,16 +124,6 @@ def staged(folder: Path) -> Iterator[Path]:
                 shutil.rmtree(part, ignore_errors=True)
         finally:
             _remove(made)  # what is empty
-
-
-@contextlib.contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """What goes wrong with a file in here is the user's to mend: a UserError."""
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or error
-        raise UserError(f"--output-path {folder}: cannot be written ({reason}); give another folder") from error
 
 
 def remove(folder: Path, patterns: tuple[str, ...], keep: frozenset[str] = frozenset()) -> None:
@@ -151,13 +142,17 @@ def _move(part: Path, folder: Path) -> None:
     remove(folder, MEASURED, frozenset(path.name for path in new))
 
 
+def _writing(folder: Path) -> contextlib.AbstractContextManager[None]:
+    return files.writing(f"--output-path {folder}")
+
+
 def _try(folder: Path) -> None:
     """Write to the folder, and leave everything as it was."""
     for path in (folder, *folder.parents):
         if os.path.lexists(path) and not path.is_dir():
             what = "a file" if path.exists() else "a link to nothing"
             raise UserError(f"--output-path {folder}: {path} is {what}, not a folder; give another folder")
-    with writing(folder):
+    with _writing(folder):
         made = _make(folder)
         try:
             descriptor, path = tempfile.mkstemp(dir=folder, prefix=".part-")

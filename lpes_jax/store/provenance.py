@@ -1,11 +1,9 @@
 """Where a result comes from: versions, devices, XLA's flags, the commit, hashes of what was asked. Is a run the one begun?"""
 
 import hashlib
-import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -13,8 +11,8 @@ from typing import Any
 
 import jax
 
+from lpes_jax import hosts
 from lpes_jax.errors import UserError
-from lpes_jax.tasks.prompts import Prompt
 
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 # Of a run's config: paths, whose contents decide.
@@ -63,14 +61,6 @@ def content_sha256(path: Path, flag: str = "") -> str:
     return digest.hexdigest()
 
 
-def prompts_sha256(prompts: Sequence[Prompt]) -> str:
-    """Of all that is asked, and of the answers, whether they come from a file or are generated."""
-    digest = hashlib.sha256()
-    for prompt in prompts:
-        digest.update(json.dumps([prompt.text, prompt.answers, prompt.references, prompt.options]).encode())
-    return digest.hexdigest()
-
-
 def check_resumed(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
     """Raise UserError where the run in `path` was begun with another config, but for `PLACES`.
 
@@ -87,6 +77,13 @@ def check_resumed(path: Path, before: dict[str, Any], now: dict[str, Any]) -> No
     if elsewhere:
         named = ", ".join(f"{flag_of(key)} {before.get(key)!r:.100} (now {now.get(key)!r:.100})" for key in elsewhere)
         print(f"note: {path} was begun with {named}; scores may differ in their last digits", file=sys.stderr)
+
+
+def check_processes(config: dict[str, Any], **more: Any) -> None:
+    """Raise UserError, in all processes, where one of them has another `config`, but for paths and devices, or `more`."""
+    elsewhere = {*PLACES, "environment.git_commit"}
+    record = {flag_of(key): value for key, value in flat(config).items() if key not in elsewhere and ".devices." not in key}
+    hosts.check_alike(record | {flag_of(f"settings.{name}"): value for name, value in more.items()})
 
 
 def flat(record: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -117,7 +114,7 @@ def _version(package: str) -> str | None:
 @cache
 def _git_commit() -> str | None:
     """Of the source tree that this runs from, with `-dirty` behind it where files were changed; None outside of one."""
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]

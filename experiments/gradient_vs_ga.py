@@ -1,30 +1,15 @@
-"""Table 11 and Appendix C: the paper's claim that gradient descent fails on layer factors and the GA does not, taken apart.
+"""Table 11's searches and tables: gradient runs with as many steps as a GA's cost pays for, and Appendix C.
 
-    python experiments/table11_gradient_vs_ga.py --num-pairs 5 --limit 100 --test-limit 200
-    python experiments/table11_gradient_vs_ga.py --task mdqa --data nq-open-oracle.jsonl.gz --model MODEL --metrics prefix
-
-The grid: {Bézier with 4 points, one free factor a layer} x {[1, 2] from 1.5 (the paper's), [0.5, 2] from 1} x seeds. In each
-cell the GA with the paper's sizes and lattice runs twice, on accuracy (ties stay ties, as in the paper) and on the answers'
-log-likelihood, and Adam on the log-likelihood: once with its own --steps, and once with as many as the prompts of the GA on
-log-likelihood pay for. --equal-seconds adds one with as many as the seconds of that GA pay for.
-
-A step counts for --passes-per-step forward passes of its minibatch (one forward, one that rematerialises, about two backward),
-and each look at the validation prompts for one; a prompt counts as one whether it shares its beginning or not. The GA counts
-the individuals that the model scored. Seconds are of the whole search, compilation included and, in the GA on accuracy, the
-uniform factor's tuning; held-out measurement not; of a run that was cut off and resumed they are those of its last part.
-
-Appendix C: three sets of 2,000 prompts, batches of 32, learning rate 1e-5, 1,875 steps, from 1.5 and from 1 (first seed), with
-the distance that each factor moved.
+What is compared is said in specs/table11_gradient_vs_ga.toml; `python experiments/run_table.py table11` is the command.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from itertools import product
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from grid import (
-    GridFlags,
     collect,
     figures,
     header,
@@ -32,16 +17,14 @@ from grid import (
     in_part,
     loaded_once,
     markdown_table,
-    other_model,
     paper_row,
     record_of,
     row,
     run_cells,
-    run_script,
     scores,
     show_p,
-    write_tables,
 )
+from table_spec import Spec, about, provenance
 
 from lpes_jax.evaluation import BASELINE, figures_of, slots_of
 from lpes_jax.factors import LayerFactors
@@ -50,75 +33,40 @@ from lpes_jax.search import SearchSettings
 from lpes_jax.statistics import paired_permutation_test
 from lpes_jax.tasks.flags import task_of
 
-CURVES = ("bezier", "free")
-BOXES: dict[str, dict[str, float]] = {
-    "narrow": {"min_factor": 1.0, "max_factor": 2.0, "initial_factor": 1.5},
-    "wide": {"min_factor": 0.5, "max_factor": 2.0, "initial_factor": 1.0},
-}
-BOX_TITLES = {"narrow": "[1, 2] from 1.5", "wide": "[0.5, 2] from 1"}
-OPTIMISERS = {
-    "ga_accuracy": "GA, accuracy",
-    "ga_likelihood": "GA, log-likelihood",
-    "gradient": "gradient",
-    "gradient_prompts": "gradient, the GA's prompts",
-    "gradient_seconds": "gradient, the GA's seconds",
-}
-STARTS = (1.5, 1.0)
-PAPER = {
-    "Vicuna-7B-v1.5, baseline": "70.4 58.0 55.4 55.4 60.4",
-    "Vicuna-7B-v1.5, gradient-based": "67.4 54.0 51.2 52.8 55.8",
-    "Qwen2.5-7B, baseline": "69.4 61.0 62.6 58.6 63.6",
-    "Qwen2.5-7B, gradient-based": "68.7 56.6 57.6 55.8 57.8",
-}
+GAS = ("ga_accuracy", "ga_likelihood")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings(GridFlags):
-    """Which model, on what, and which parts."""
-
-    output_path: Path = Path("runs/table11_gradient_vs_ga")
-    preset: Literal["paper", "default", "quick"] = "default"
-    seeds: tuple[int, ...] = (0, 1, 2)
-    grid: bool = True
-    """The grid of searches."""
-    appendix: bool = True
-    """Appendix C."""
-    appendix_limit: int = 2000
-    """Questions of Appendix C, each at three positions."""
-    appendix_steps: int = 1875
-    """Steps of Appendix C."""
-    equal_seconds: bool = False
-    """Another gradient run with as many steps as the GA's seconds pay for."""
-    passes_per_step: float = 4.0
-    """Forward passes that a step of the gradient counts for."""
-    move_x: bool = False
-    """The gradient moves the Bézier points' x as well, as the GA does."""
-
-
-def main(s: Settings) -> None:
-    """Run the cells of the part, and write the tables when all are finished."""
-    groups = list(product(CURVES, BOXES, s.seeds)) if s.grid else []
+def run(spec: Spec, s: Any) -> dict[str, Any]:
+    """Run the searches of the part that are not finished; what summary.json holds of all. A part ends the program."""
+    groups = list(product(spec.own["curves"], spec.own["boxes"], s.seeds)) if s.grid else []
     for number, group in enumerate(groups):
         if in_part(number, s.part):
-            run_group(s, *group)
-    appendix = appendix_cells(s) if s.appendix else {}
+            run_group(spec, s, *group)
+    appendix = appendix_cells(spec, s) if s.appendix else {}
     run_cells({name: it for number, (name, it) in enumerate(appendix.items(), len(groups)) if in_part(number, s.part)}, s)
-    moved_of = collect(appendix, s)
-    tables, summary = [s.describe(other_model("Vicuna-7B-v1.5 with 10 and Qwen2.5-7B with 20 documents, 500 questions"))], {}
+    records = collect(appendix, s)
+    summary: dict[str, Any] = {"paper": spec.paper}
     if groups:
-        table, summary["grid"] = grid_table(s)
-        tables.append(table)
+        summary["grid"], of_grid = grid_summary(spec, s)
+        summary |= provenance(of_grid)
     if appendix:
         loaded = loaded_once(s.model, s.search().dtype)
-        of_starts = {name: appendix_figures(appendix[name], record, loaded) for name, record in moved_of.items()}
-        tables += appendix_tables(s, of_starts)
-        summary["appendix"] = of_starts
-    write_tables(s, "Table 11: gradient against GA", tables, summary | {"paper": PAPER})
+        summary["appendix"] = {name: appendix_figures(appendix[name], record, loaded) for name, record in records.items()}
+        summary |= provenance(list(records.values()))
+    return summary
 
 
-def group_cells(s: Settings, curve: str, box: str, seed: int) -> dict[str, SearchSettings]:
+def tables(spec: Spec, s: Any, summary: Mapping[str, Any]) -> list[str]:
+    """The tables in Markdown, from what `run` left."""
+    parts = [summary.get("about") or about(spec, s)]
+    if "grid" in summary:
+        parts.append(grid_table(spec, s, summary["grid"]))
+    return parts + (appendix_tables(spec, s, summary["appendix"]) if "appendix" in summary else [])
+
+
+def group_cells(spec: Spec, s: Any, curve: str, box: str, seed: int) -> dict[str, SearchSettings]:
     """The searches of a group whose sizes are known; the others' sizes are the results of these."""
-    common = s.search(curve=curve, seed=seed, y_step=0.1, tie_break=False, **BOXES[box])
+    common = s.search(curve=curve, seed=seed, **spec.fixed, **spec.own["boxes"][box]["flags"])
     others = replace(common, uniform_candidates=1)  # the uniform factor is tuned once a group, in its first search
     return {
         "ga_accuracy": replace(common, move_x=False),
@@ -127,21 +75,21 @@ def group_cells(s: Settings, curve: str, box: str, seed: int) -> dict[str, Searc
     }
 
 
-def run_group(s: Settings, curve: str, box: str, seed: int) -> dict[str, dict[str, Any]]:
+def run_group(spec: Spec, s: Any, curve: str, box: str, seed: int) -> dict[str, dict[str, Any]]:
     """Run a group's searches that are not finished, in the order in which they need each other; returns their records."""
-    cells, done = group_cells(s, curve, box, seed), {}
+    cells, done = group_cells(spec, s, curve, box, seed), {}
 
-    def run(name: str, settings: SearchSettings) -> None:
+    def run_one(name: str, settings: SearchSettings) -> None:
         cell = f"{curve}_{box}/{name}_seed{seed}"
         run_cells({cell: settings}, s)
         done[name] = record_of(s.output_path / cell, settings)
 
     for name, settings in cells.items():
-        run(name, settings)
+        run_one(name, settings)
     gradient, ga = cells["gradient"], done["ga_likelihood"]
-    run("gradient_prompts", replace(gradient, steps=steps_for_prompts(s, done["gradient"], prompts(s, ga))))
+    run_one("gradient_prompts", replace(gradient, steps=steps_for_prompts(s, done["gradient"], prompts(s, ga))))
     if s.equal_seconds:
-        run("gradient_seconds", replace(gradient, steps=steps_for_seconds(done["gradient"], seconds(ga))))
+        run_one("gradient_seconds", replace(gradient, steps=steps_for_seconds(done["gradient"], seconds(ga))))
     return done
 
 
@@ -150,7 +98,7 @@ def seconds(record: dict[str, Any]) -> float:
     return record["factors"]["search"]["seconds"]
 
 
-def prompts(s: Settings, record: dict[str, Any]) -> float:
+def prompts(s: Any, record: dict[str, Any]) -> float:
     """Forward passes of one prompt that a search paid for, without the tuning of the uniform factor."""
     search = record["factors"]["search"]
     if search["algorithm"] == "ga":
@@ -159,7 +107,7 @@ def prompts(s: Settings, record: dict[str, Any]) -> float:
     return steps * search["prompts_a_step"] * s.passes_per_step + looks * search["prompts_a_look"]
 
 
-def steps_for_prompts(s: Settings, record: dict[str, Any], budget: float) -> int:
+def steps_for_prompts(s: Any, record: dict[str, Any], budget: float) -> int:
     """Steps of a gradient run like that of the record, with their looks, that cost at most `budget` prompts."""
     search = record["factors"]["search"]
     cost_of_step = search["prompts_a_step"] * s.passes_per_step + search["prompts_a_look"] / search["look_every"]
@@ -176,52 +124,53 @@ def steps_for_seconds(record: dict[str, Any], budget: float) -> int:
     return max(1, first["step"] + int((budget - first["seconds"]) / pace))
 
 
-def grid_table(s: Settings) -> tuple[str, Any]:
-    """One row for each curve, box and optimiser, with paired tests against the two GAs."""
-    positions = s.search().positions
-    columns = [*header("", positions)[:-1], "p baseline", "p GA acc.", "p GA log-l.", "size", "1000 prompts", "seconds"]
-    rows, summary, controls = [], {}, {}
-    for curve, box in product(CURVES, BOXES):
-        of_seeds = [run_group(s, curve, box, seed) for seed in s.seeds]
+def grid_summary(spec: Spec, s: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Figures, sizes and paired tests of each curve, box and optimiser, and of the controls; and all records."""
+    summary, controls, everything = {}, {}, []
+    for curve, (box, it) in product(spec.own["curves"], spec.own["boxes"].items()):
+        of_seeds = [run_group(spec, s, curve, box, seed) for seed in s.seeds]
         controls |= {
             BASELINE: [figures(done["ga_accuracy"], BASELINE) for done in of_seeds],
-            f"{BOX_TITLES[box]}: tuned uniform factor": [figures(done["ga_accuracy"], "uniform") for done in of_seeds],
+            f"{it['title']}: tuned uniform factor": [figures(done["ga_accuracy"], "uniform") for done in of_seeds],
         }
         for name in of_seeds[0]:
             records = [done[name] for done in of_seeds]
-            title = f"{curve}, {BOX_TITLES[box]}: {OPTIMISERS[name]}"
-            p = {}
-            for ga in ("ga_accuracy", "ga_likelihood"):
-                if not name.startswith("ga_"):
-                    p[ga] = paired(records, [done[ga] for done in of_seeds])
-            sizes = {
+            against = () if name in GAS else GAS
+            summary[f"{curve}, {it['title']}: {spec.own['optimisers'][name]}"] = {
+                "figures": [figures(record) for record in records],
+                "factors": [record["factors"]["factors"] for record in records],
+                "p_against": {ga: paired(records, [done[ga] for done in of_seeds]) for ga in against},
                 "size": mean([size_of(record) for record in records]),
                 "prompts": mean([prompts(s, record) for record in records]),
                 "seconds": mean([seconds(record) for record in records]),
             }
-            shown = [f"{sizes['size']:.0f}", f"{sizes['prompts'] / 1000:.1f}", f"{sizes['seconds']:.0f}"]
-            tests = [show_p(p[ga]) if ga in p else "-" for ga in ("ga_accuracy", "ga_likelihood")]
-            rows.append([*row(title, [figures(record) for record in records]), *tests, *shown])
-            summary[title] = {
-                "figures": [figures(record) for record in records],
-                "factors": [record["factors"]["factors"] for record in records],
-                "p_against": p,
-                **sizes,
-            }
-    of_controls = [[*row(name, of_seeds), *["-"] * 5] for name, of_seeds in controls.items()]
-    of_paper = [[*it, *["-"] * 5] for it in paper_rows()]
+            everything += records
+    return summary | {"controls": controls}, everything
+
+
+def grid_table(spec: Spec, s: Any, summary: Mapping[str, Any]) -> str:
+    """One row for each curve, box and optimiser, with paired tests against the two GAs."""
+    rows = [[*row(title, of_seeds), *["-"] * 5] for title, of_seeds in summary["controls"].items()]
+    for title, it in summary.items():
+        if title != "controls":
+            tests = [show_p(it["p_against"][ga]) if ga in it["p_against"] else "-" for ga in GAS]
+            sizes = [f"{it['size']:.0f}", f"{it['prompts'] / 1000:.1f}", f"{it['seconds']:.0f}"]
+            rows.append([*row(title, it["figures"]), *tests, *sizes])
+    rows += [[*it, *["-"] * 5] for it in paper_rows(spec)]
+    positions = summary["controls"][BASELINE][0]["acc_by_position"]
+    columns = [*header("", positions)[:-1], "p baseline", "p GA acc.", "p GA log-l.", "size", "1000 prompts", "seconds"]
     explained = (
         "p GA acc. and p GA log-l.: paired permutation against the two GAs of the same curve, box and seed; question i of all "
         "seeds is drawn together. size: individuals that the model scored for the GA, or steps of the gradient; 1000 prompts: "
         f"forward passes of a prompt, a step of the gradient counting for {s.passes_per_step:g} of its minibatch; all three "
         "are means over seeds.\n"
     )
-    return explained + "\n" + markdown_table(columns, of_controls + rows + of_paper), summary | {"controls": controls}
+    return explained + "\n" + markdown_table(columns, rows)
 
 
-def paper_rows() -> list[list[str]]:
+def paper_rows(spec: Spec) -> list[list[str]]:
     """With the averages, which Table 11 leaves out."""
-    return [paper_row(name, f"{values} {mean([*map(float, values.split())]):.1f}") for name, values in PAPER.items()]
+    return [paper_row(name, f"{values} {mean([*map(float, values.split())]):.1f}") for name, values in spec.paper.items()]
 
 
 def mean(values: list[float]) -> float:
@@ -241,12 +190,12 @@ def paired(ours: list[dict[str, Any]], others: list[dict[str, Any]]) -> float:
     return paired_permutation_test(of_ours, of_others)
 
 
-def appendix_cells(s: Settings) -> dict[str, SearchSettings]:
+def appendix_cells(spec: Spec, s: Any) -> dict[str, SearchSettings]:
     """The paper's gradient baseline from both starts."""
     flags, sizes = replace(s, preset="paper", move_x=False), {"limit": s.appendix_limit, "steps": s.appendix_steps}
     return {
         f"appendix_c/from_{start}": flags.search(algorithm="gradient", initial_factor=start, seed=s.seeds[0], **sizes)
-        for start in STARTS
+        for start in spec.own["starts"]
     }
 
 
@@ -265,7 +214,7 @@ def appendix_figures(settings: SearchSettings, record: dict[str, Any], loaded: L
     }
 
 
-def appendix_tables(s: Settings, of_starts: dict[str, dict[str, Any]]) -> list[str]:
+def appendix_tables(spec: Spec, s: Any, of_starts: Mapping[str, dict[str, Any]]) -> list[str]:
     """The distances, and the accuracies at the last step, whatever the validation prompts would choose."""
     distances, rows = [], []
     for it in of_starts.values():
@@ -285,14 +234,11 @@ def appendix_tables(s: Settings, of_starts: dict[str, dict[str, Any]]) -> list[s
         if not rows:
             rows.append(row(BASELINE, [it["figures"][BASELINE]]))
         rows += [row(f"from {it['start']:g}: {when}", [it["figures"][when]]) for when in ("start", "end")]
-    rows += paper_rows()
+    rows += paper_rows(spec)
+    positions = next(iter(of_starts.values()))["figures"][BASELINE]["acc_by_position"]
     columns = ["start", "steps", "mean distance", "least", "most", "loss at start", "loss at end", "p end against start"]
     title = (
         f"Appendix C: {s.appendix_limit} questions x 3 positions, batches of 32 drawn by weight, Adam at 1e-5, no choice of "
         "the best step. Distance: of a layer's factor from its start; loss: weighted -log p of the answer, validation prompts."
     )
-    return [title + "\n\n" + markdown_table(columns, distances), markdown_table(header("", s.search().positions), rows)]
-
-
-if __name__ == "__main__":
-    run_script(Settings, main, __doc__)
+    return [title + "\n\n" + markdown_table(columns, distances), markdown_table(header("", positions), rows)]

@@ -1,0 +1,60 @@
+"""A descent over eight devices is that on one, whichever of XLA's partitioners splits its programs."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from descents import haystacks, looks_of
+
+import lpes_jax as lj
+from lpes_jax.mesh import make_mesh
+from lpes_jax.models.llama.sharding import put_model
+from lpes_jax.search import gradient
+from lpes_jax.search.algorithms import box_parameters, factors_applied
+from lpes_jax.search.gradient import GradientSettings, Look
+from lpes_jax.search.minibatches import Data, pack, shared_trees
+from lpes_jax.search.settings import SearchSettings, search_space
+
+pytestmark = pytest.mark.promotes  # optax
+
+
+def test_eight_devices_descend_as_one_by_either_partitioner(model_folder: Path, monkeypatch: pytest.MonkeyPatch):
+    model, prompts = lj.load_model(str(model_folder), "float32"), haystacks([3, 4, 3])
+    trees = shared_trees(prompts, model.config, 4)
+    train = Data([pack(prompts, np.linspace(0.1, 1, 10).tolist(), trees)], jnp.arange(120, dtype=jnp.int32).reshape(3, 40))
+    space = search_space(SearchSettings(curve="free", min_factor=0.9, max_factor=1.2), model.config, range(3))
+    parameters, project, values = box_parameters(SearchSettings(curve="free", min_factor=0.9, max_factor=1.2), space)
+    apply = factors_applied(space, values, model.config.rope_table(96))
+    sizes = GradientSettings(minibatch_size=7, learning_rate=0.003, steps=3, look_every=3, text_weight=2.0, text_minibatch=2)
+
+    def looks(mesh: jax.sharding.Mesh) -> list[Look]:
+        pieces = put_model(model, mesh), train, train, parameters, apply, project
+        return looks_of(pieces, sizes, penalty=lambda p: jnp.square(p["y"] - 1).mean())[0]
+
+    shardy, look = [], gradient._look
+    monkeypatch.setattr(
+        gradient, "_look", lambda *inputs: shardy.append(jax.config.jax_use_shardy_partitioner) or look(*inputs)
+    )
+    alone = looks(make_mesh(devices=jax.devices()[:1]))
+    for as_on_gpus, mesh in ((False, make_mesh()), (True, make_mesh()), (True, make_mesh(2))):
+        jax.clear_caches()
+        monkeypatch.setattr(gradient, "_shardy_crashes", lambda as_on_gpus=as_on_gpus: as_on_gpus)
+        for one, several in zip(alone, looks(mesh), strict=True):
+            assert len(several.parameters["y"].devices()) == 1 and jax.device_count() == 8
+            np.testing.assert_allclose(several.parameters["y"], one.parameters["y"], atol=1e-5)
+            numbers = ([*it[1:3], *it[3], *it[4], it.text_loss] for it in (several, one))
+            np.testing.assert_allclose(*numbers, rtol=1e-4)
+        assert jax.config.jax_use_shardy_partitioner
+    assert shardy == [True] * 4 + [False] * 4
+    assert float(jnp.abs(alone[-1].parameters["y"] - 1).min()) > 1e-3
+
+
+def test_programs_are_split_by_gspmd_where_several_gpus_share_them_and_by_shardy_else(monkeypatch: pytest.MonkeyPatch):
+    shardy = []
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for mesh in (None, make_mesh()):
+        with gradient._partitioner(mesh):
+            shardy.append(jax.config.jax_use_shardy_partitioner)
+    assert shardy == [True, False] and jax.config.jax_use_shardy_partitioner

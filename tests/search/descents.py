@@ -1,0 +1,27 @@
+"""Descents on random prompts, for the tests of gradient search and of several devices."""
+
+import numpy as np
+
+from lpes_jax.search.gradient import GradientSettings, Look, descend
+from lpes_jax.tasks.prompts import EncodedPrompt
+
+
+def looks_of(pieces, settings: GradientSettings, **more) -> tuple[list[Look], Look]:
+    model, train, held_back, parameters, apply, project = pieces
+    seen: list[Look] = []
+    best = descend(
+        model, train, more.pop("held_back", held_back), parameters, apply, settings, project=project,
+        on_look=lambda look, state: seen.append(look), **more,
+    )  # fmt: skip
+    return seen, best
+
+
+def haystacks(sizes: list[int], seed: int = 0) -> list[EncodedPrompt]:
+    """So many questions about each haystack, with one or two answers; each is a prompt."""
+    rng = np.random.default_rng(seed)
+
+    def ids(length: int) -> list[int]:
+        return rng.integers(1, 250, length).tolist()
+
+    bodies = [(ids(62 + at), size) for at, size in enumerate(sizes)]
+    return [EncodedPrompt(body + ids(4), [ids(2) for _ in range(1 + at % 2)]) for body, size in bodies for at in range(size)]

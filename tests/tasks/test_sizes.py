@@ -1,0 +1,51 @@
+"""Tasks of a length in tokens, and with the fact alone."""
+
+import pytest
+from word_tokenizer import num_words, words
+
+from lpes_jax.errors import UserError
+from lpes_jax.tasks import make_task
+from lpes_jax.tasks.sizes import SETTINGS, alone, of_length
+
+TASKS = [
+    ("kv", {"num_pairs": 4, "queries_per_haystack": 4, "key_length": 8}),
+    ("needle", {"num_keys": 2}),
+    ("niah", {"subset": "single_1"}),
+    ("niah", {"subset": "multikey_3", "queries_per_haystack": 3}),
+    ("niah", {"subset": "near_keys"}),
+    ("vt", {"placing": "together", "answer_opener": ""}),
+]
+
+
+@pytest.mark.parametrize(("name", "settings"), TASKS)
+@pytest.mark.parametrize("tokens", [400, 2000])
+def test_as_many_items_as_a_length_holds(name, settings, tokens):
+    task = of_length(make_task(name, **settings), tokens, words)
+    setting = SETTINGS[type(task)]
+    lengths = []
+    for more in (0, 3):
+        of_size = make_task(name, **settings | {setting: getattr(task, setting) + more})
+        prompts = [
+            of_size.prompt(example, at) for example in of_size.examples("test", 30, 5) for at in (0, of_size.num_items - 1)
+        ]
+        lengths.append(max(num_words(prompt.text + prompt.answers[0]) for prompt in prompts))
+    assert lengths[0] <= tokens < lengths[1] * 1.03
+    assert {key: getattr(task, key) for key in settings if key != setting} == {
+        k: v for k, v in settings.items() if k != setting
+    }
+
+
+@pytest.mark.parametrize(("name", "settings"), TASKS)
+def test_the_fact_alone_is_the_shortest_prompt_that_has_it(name, settings):
+    task = alone(make_task(name, **settings))
+    prompt = task.prompt(task.examples("test", 1, 0)[0], 0)
+    assert all(prompt.text.count(gold) == 1 for gold in prompt.references if name != "vt")
+    assert "The grass" not in prompt.text.rsplit("Memorize", 1)[-1]
+    assert prompt.text.count("special magic number") + prompt.text.count("special magic uuid") in (0, 4)
+
+
+def test_too_few_tokens_are_refused():
+    with pytest.raises(UserError, match="--lengths: 30 tokens hold no prompt of --task niah; its shortest has"):
+        of_length(make_task("niah"), 30, words)
+    with pytest.raises(TypeError, match="MultipleChoice|CommonWords"):
+        alone(make_task("cwe"))
