@@ -91,9 +91,9 @@ def run_verb(
             return _fault()
         return fail(str(unwritable(error, error.filename or "the results", "make room, then start again")))
     except jax.errors.JaxRuntimeError as error:
-        return _full_memory() if out_of_memory(error) else _fault()
+        return full_memory() if out_of_memory(error) else _fault()
     except MemoryError:
-        return _full_memory()
+        return full_memory()
     except KeyboardInterrupt as stop:
         return hosts.leave(128 + getattr(stop, "number", signal.SIGINT), str(stop) or "interrupted")
     except Exception:
@@ -103,7 +103,8 @@ def run_verb(
     return 0
 
 
-def _full_memory() -> int:
+def full_memory() -> int:
+    """Say that the memory is full, and what helps; returns the exit code."""
     if jax.default_backend() != "gpu":
         return fail(
             "the memory is full; give smaller numbers (--batch-size, --limit, --population-size), or end what else runs"
