@@ -4,16 +4,17 @@ import hashlib
 import http.server
 import json
 import os
-import subprocess
 import sys
 import threading
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from nursery import Nursery
 
 from lpes_jax.curves import authors
 from lpes_jax.errors import UserError
@@ -309,28 +310,44 @@ def hub() -> Iterator[str]:
         thread.join()
 
 
-def resolve_from(endpoint: str, name: str, home: Path, zoo_folder: Path = ZOO) -> str:
-    """What `resolve` prints or refuses in a process of its own: the hub client reads its settings once, at import."""
-    script = """
-import pathlib, sys
+RESOLVE = """
+import pathlib
 from lpes_jax.errors import UserError
 from lpes_jax.models import zoo
-zoo._HERE = pathlib.Path(sys.argv[2])
+zoo._HERE = pathlib.Path(arguments[1])
 try:
-    print(zoo.resolve(sys.argv[1]))
+    print(zoo.resolve(arguments[0]))
 except UserError as error:
     print(f"error: {error}")
+raise SystemExit(0)
 """
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_") and "proxy" not in key.lower()}
-    environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", script, name, zoo_folder], capture_output=True, text=True, env=environment, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
 
 
-def test_a_hub_id_is_downloaded_without_pickles_and_kept_for_offline_use(hub, tmp_path):
+@pytest.fixture(scope="module")
+def without_hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    """Starts processes that have not yet imported the hub client."""
+    folder = tmp_path_factory.mktemp("hub")
+    nursery = Nursery(folder, folder, hub=False)
+    yield nursery
+    nursery.process.communicate()
+
+
+@pytest.fixture
+def resolve_from(without_hub: Nursery, tmp_path: Path) -> Callable[..., str]:
+    return partial(_resolved, without_hub, tmp_path)
+
+
+def _resolved(nursery: Nursery, folder: Path, endpoint: str, name: str, home: Path, zoo_folder: Path = ZOO) -> str:
+    """What `resolve` prints or refuses in a process of its own: the hub client reads its settings once, at import."""
+    environment: dict[str, str | None] = dict.fromkeys(it for it in os.environ if it.startswith("HF_") or "proxy" in it.lower())
+    environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home)}
+    out, errors = folder / "resolved.out", folder / "resolved.err"
+    pid = nursery.run(RESOLVE, out, name, zoo_folder, errors=errors, **environment)
+    assert nursery.wait(pid) == 0, errors.read_text()
+    return out.read_text().strip()
+
+
+def test_a_hub_id_is_downloaded_without_pickles_and_kept_for_offline_use(resolve_from, hub, tmp_path):
     folder = Path(resolve_from(hub, "org/name", tmp_path))
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == {
         "config.json": b"{}",
@@ -391,7 +408,7 @@ def test_hub_models_whose_weights_are_not_there_are_refused(weights, index, name
         zoo.hub_files([*weights, *SETTINGS], index)
 
 
-def test_a_hub_id_with_shards_is_downloaded_without_other_copies(hub, tmp_path, monkeypatch):
+def test_a_hub_id_with_shards_is_downloaded_without_other_copies(resolve_from, hub, tmp_path, monkeypatch):
     weights = {name: name.encode() for name in ("consolidated.safetensors", "metal/model.safetensors", *SHARDS)}
     files = {"config.json": b"{}", INDEX: of_shards(*SHARDS).encode()} | weights
     monkeypatch.setitem(Hub.repos, "org/shards", files)
@@ -407,14 +424,14 @@ def test_a_hub_id_with_shards_is_downloaded_without_other_copies(hub, tmp_path, 
     )
 
 
-def test_hub_ids_that_do_not_exist_and_hubs_that_do_not_answer(hub, tmp_path):
+def test_hub_ids_that_do_not_exist_and_hubs_that_do_not_answer(resolve_from, hub, tmp_path):
     said = resolve_from(hub, "org/absent", tmp_path)
     assert said.startswith("error: 'org/absent' is no folder here, and the hub has no such model") and "\n" not in said
     said = resolve_from("http://127.0.0.1:9", "org/absent", tmp_path)
     assert said.startswith("error: 'org/absent' is no folder here, and the hub does not answer") and "\n" not in said
 
 
-def test_hub_models_of_pickles_alone_and_those_behind_a_gate_are_refused(hub, tmp_path):
+def test_hub_models_of_pickles_alone_and_those_behind_a_gate_are_refused(resolve_from, hub, tmp_path):
     said = resolve_from(hub, "org/pickles", tmp_path)
     assert said.startswith("error: 'org/pickles' is no folder here, and the hub has no safetensors of it") and "\n" not in said
     assert "save_pretrained" in said and ".gguf" in said
@@ -423,7 +440,7 @@ def test_hub_models_of_pickles_alone_and_those_behind_a_gate_are_refused(hub, tm
     assert "hf auth login" in said
 
 
-def test_a_zoo_model_of_the_hub_without_a_network(tmp_path):
+def test_a_zoo_model_of_the_hub_without_a_network(resolve_from, tmp_path):
     said = resolve_from("http://127.0.0.1:9", "llama-2-7b-chat", tmp_path)
     assert said.startswith(
         "error: llama-2-7b-chat stands for 'meta-llama/Llama-2-7b-chat-hf', and the hub does not answer; "
@@ -432,7 +449,7 @@ def test_a_zoo_model_of_the_hub_without_a_network(tmp_path):
     assert "\n" not in said
 
 
-def test_a_zoo_model_of_the_hub_must_be_that_of_its_card(hub, tmp_path, tiny_model, tiny_config, monkeypatch):
+def test_a_zoo_model_of_the_hub_must_be_that_of_its_card(resolve_from, hub, tmp_path, tiny_model, tiny_config, monkeypatch):
     save_llama(tiny_model, tmp_path / "checkpoint")
     files = {file.name: file.read_bytes() for file in (tmp_path / "checkpoint").iterdir()}
     monkeypatch.setitem(Hub.repos, "org/tiny", files)
