@@ -4,8 +4,8 @@
 
 In: {"ids": prompt, "answer": token ids, "vocabulary": size}. Out: "next", the log-probabilities of the whole vocabulary behind
 the prompt; "answer", those of the answer's tokens, each behind the prompt and the answer so far; "is_best", which of these are
-the most likely ones. llama.cpp gives log-probabilities where it generates: the answer is generated greedily, and where that
-leaves it, begun again behind the right token.
+the most likely ones. llama.cpp gives log-probabilities where it generates, so each token of the answer is generated: by a bias
+on it, which its log-probabilities leave out. The prompt before it is in the cache.
 """
 
 import importlib.metadata
@@ -15,7 +15,7 @@ import sys
 
 import xllamacpp  # pyright: ignore[reportMissingImports]
 
-MANY = 100  # log-probabilities asked for at first at each token of an answer
+MANY = 100  # log-probabilities asked for at first behind each token of an answer
 
 
 def main(path: str, context: int, threads: int) -> None:
@@ -29,28 +29,26 @@ def main(path: str, context: int, threads: int) -> None:
         cpu.n_threads, cpu.poll = threads, 0  # threads that wait take no time from others
     server = xllamacpp.Server(parameters)
 
-    def complete(ids: list[int], tokens: int, count: int, cached: bool = True) -> list[dict]:
-        asked = {"prompt": ids, "max_tokens": tokens, "logprobs": count, "cache_prompt": cached}
-        reply = server.handle_completions(asked | {"temperature": 0, "ignore_eos": True})
-        return [token["top_logprobs"] for token in reply["choices"][0]["logprobs"]["content"]]
+    def likely(ids: list[int], token: int, count: int, cached: bool = True) -> list[dict]:
+        """The `count` most likely tokens behind the ids, where `token` is generated."""
+        asked = {"prompt": ids, "max_tokens": 1, "logprobs": count, "cache_prompt": cached, "temperature": 0}
+        reply = server.handle_completions(asked | {"ignore_eos": True, "logit_bias": [[token, 1000]]})
+        return reply["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
 
     print(json.dumps({"xllamacpp": importlib.metadata.version("xllamacpp")}), file=replies, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         ids, answer, size = request["ids"], request["answer"], request["vocabulary"]
-        found = {token["id"]: token["logprob"] for token in complete(ids, 1, size, cached=False)[0]}
+        found = {it["id"]: it["logprob"] for it in likely(ids, answer[0], size, cached=False)}
         log_probs, is_best = [], []
-        while len(log_probs) < len(answer):
-            for best in complete(ids + answer[: len(log_probs)], len(answer) - len(log_probs), MANY):
-                right = answer[len(log_probs)]
-                of_tokens = {token["id"]: token["logprob"] for token in best}
-                if right not in of_tokens:
-                    everything = complete(ids + answer[: len(log_probs)], 1, size)[0]
-                    of_tokens = {token["id"]: token["logprob"] for token in everything}
-                log_probs.append(of_tokens[right])
-                is_best.append(best[0]["id"] == right)
-                if not is_best[-1]:
+        for number, token in enumerate(answer):
+            for count in (MANY, size):
+                best = likely(ids + answer[:number], token, count)
+                of_tokens = {it["id"]: it["logprob"] for it in best}
+                if token in of_tokens:
                     break
+            log_probs.append(of_tokens[token])
+            is_best.append(best[0]["id"] == token)
         reply = {"next": [found.get(token) for token in range(size)], "answer": log_probs, "is_best": is_best}
         print(json.dumps(reply), file=replies, flush=True)
 

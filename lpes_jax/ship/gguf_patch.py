@@ -58,6 +58,7 @@ PLAIN = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dty
 # Tensors that llama.cpp divides RoPE's frequencies by, by architecture. (It takes the long ones for a context beyond the
 # trained window.)
 _DIVISORS = {"llama": ("rope_freqs.weight",), "phi3": ("rope_factors_long.weight", "rope_factors_short.weight")}
+_FACTOR = "rope.scaling.factor"
 _TENSORS = {  # what queries are linear in, as `gains_of_tensors` calls it
     "query": "attn_q.weight", "query_bias": "attn_q.bias", "query_norm": "attn_q_norm.weight", "fused": "attn_qkv.weight",
 }  # fmt: skip
@@ -113,7 +114,11 @@ class Rounding:
             )
         if self.scales_subnormal:
             lines.append(f"note: {100 * self.scales_subnormal:.2g} % of their scales are float16's subnormal numbers")
-        return [*lines, f"rates: in {self.rates}"] if self.rates else lines
+        if self.rates:
+            lines.append(f"rates: in {self.rates}")
+        if self.rates == _FACTOR:
+            lines.append(f"note: llama.cpp reads {_FACTOR}; ollama's own engine does not, and would answer without the rates")
+        return lines
 
 
 def patch_gguf(source: Path, target: Path, factors: LayerFactors, where: str = "factors") -> Rounding:
@@ -138,7 +143,7 @@ def patch_gguf(source: Path, target: Path, factors: LayerFactors, where: str = "
             rates = " and ".join(divisors)
         else:
             keys = _linear_scaling(gguf, config, of_frequency, where)
-            rates = "rope.scaling.factor"
+            rates = _FACTOR
     changes = list(_changes(gguf, config, gains))
     keys[GGUF_KEY] = Mark(factors.sha256, gains="query weights" if changes else None, rates=rates).gguf
     try:
@@ -212,8 +217,8 @@ def _linear_scaling(
         named = own[0] if own else f"RoPE of type {config.rope.rope_type}"
         raise UserError(f"{gguf.path}: it has a scaling of its own ({named}), and no place for factors beside it; give --to hf")
     if not np.isfinite(rates[0]):
-        raise UserError(f"{where}: its frequencies stand still, which rope.scaling.factor cannot say; give --to hf")
-    return {f"{architecture}.rope.scaling.type": "linear", f"{architecture}.rope.scaling.factor": float(rates[0])}
+        raise UserError(f"{where}: its frequencies stand still, which {_FACTOR} cannot say; give --to hf")
+    return {f"{architecture}.rope.scaling.type": "linear", f"{architecture}.{_FACTOR}": float(rates[0])}
 
 
 def _changes(

@@ -267,7 +267,8 @@ def test_divisors_that_are_there_are_multiplied(tmp_path):
 def test_one_factor_for_all_is_linear_scaling_elsewhere(tmp_path, architecture):
     source, target = write_model(tmp_path / "m.gguf", architecture), tmp_path / "out.gguf"
     factors = LayerFactors.uniform(0.9, 2)
-    assert patch_gguf(source, target, factors).rates == "rope.scaling.factor"
+    rounding = patch_gguf(source, target, factors)
+    assert rounding.rates == "rope.scaling.factor" and "ollama" in rounding.lines()[-1]
     assert changed_tensors(source, target) == {}
     own, ours = (open_checkpoint(path).config for path in (source, target))
     np.testing.assert_allclose(ours.rope_table(1).inv_freq, own.rope_table(1, factors).inv_freq, rtol=3e-7)
