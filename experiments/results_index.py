@@ -3,8 +3,8 @@
     python experiments/results_index.py              # writes the index into results/README.md, between its two marks
 
 What a file does not say is "-". Figures of accuracy are in percent: ± is the standard error over questions, or over seeds the
-sample standard deviation where there are several. Differences (of what was found against the model as it is) have the file's own
-unit: points in Tables 2, 3, 4 and 17, nats a token of plain text, else shares of 1.
+sample standard deviation where there are several. Differences (of what was found against the model as it is) have the
+unit of the file: points in Tables 2, 3, 4 and 17, nats a token of plain text, else shares of 1.
 """
 
 import json
