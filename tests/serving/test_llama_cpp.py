@@ -1,0 +1,96 @@
+"""Stock llama.cpp answers from a patched .gguf file as lpes_jax does with the factors in its table.
+
+Its venv: `python -m venv .serve/llama_cpp && .serve/llama_cpp/bin/pip install xllamacpp`. Without it the tests are skipped.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lpes_jax.factors import LayerFactors
+from lpes_jax.models.llama.checkpoint import load_llama, open_checkpoint
+from lpes_jax.models.llama.tokenizer import load_tokenizer
+from lpes_jax.models.zoo import resolve
+from lpes_jax.ship.gguf_patch import patch_gguf
+from lpes_jax.tasks.prompts import EncodedPrompt
+
+ROOT = Path(__file__).parent.parent.parent
+sys.path += [str(ROOT / "experiments"), str(ROOT / "tests" / "ship")]
+from serve_llama_cpp import Answers, compare_files, llama_cpp, of_jax, prompts_of  # noqa: E402
+from tiny_gguf import HEAD_DIM, TOKENS, tensors_of, write_model  # noqa: E402
+
+pytestmark = pytest.mark.long
+RNG = np.random.default_rng(0)
+GAINS = RNG.uniform(0.5, 2, (2, HEAD_DIM // 2))
+PER_FREQUENCY = LayerFactors(np.array([[0.8, 1.5, 2, np.inf]] * 2), "layer_band", GAINS, "layer_band")
+UNIFORM = LayerFactors(np.full(2, 1.7), gains=GAINS, gains_granularity="layer_band")
+LLAMA3 = {"rope_freqs.weight": np.array([1, 1, 2.5, 8], np.float32)}
+
+
+def divergence(true: Answers, found: Answers) -> np.ndarray:
+    """KL of what is said behind each prompt."""
+    return (np.exp(true.next) * (true.next - found.next)).sum(axis=1)
+
+
+@pytest.fixture(scope="module")
+def python() -> Path:
+    found = ROOT / ".serve" / "llama_cpp" / "bin" / "python"
+    if not found.exists():
+        pytest.skip("no .serve/llama_cpp, an environment with xllamacpp")
+    return found
+
+
+@pytest.mark.parametrize(
+    "architecture, factors, more",
+    [
+        ("llama", PER_FREQUENCY, {}),
+        ("llama", PER_FREQUENCY, LLAMA3),
+        ("qwen2", UNIFORM, {}),
+        ("qwen3", UNIFORM, {}),
+        ("phi3", PER_FREQUENCY, {}),
+    ],
+    ids=["llama", "llama with divisors", "qwen2", "qwen3", "phi3"],
+)
+def test_gains_and_rates_of_every_architecture(tmp_path, python, architecture, factors, more):
+    """Tiny models in float32: where rows or divisors stood in another order, all would differ."""
+    hidden = 32 if architecture in ("qwen2", "phi3") else 256  # of these llama.cpp takes no other number than heads x head size
+    tensors, size = tensors_of(architecture, hidden=hidden) | more, {"embedding_length": hidden}
+    source, patched = write_model(tmp_path / "m.gguf", architecture, tensors=tensors, **size), tmp_path / "out.gguf"
+    patch_gguf(source, patched, factors)
+    rng = np.random.default_rng(1)
+    letters = [
+        at for at, token in enumerate(TOKENS) if token.isascii() and token.isalnum()
+    ]  # llama.cpp tells no half characters
+    prompts = [EncodedPrompt(rng.integers(0, 256, n).tolist(), [rng.choice(letters, 4).tolist()]) for n in (60, 23)]
+    with llama_cpp(python, patched, prompts, 1) as (_, ask):
+        found = ask("patched")
+    with llama_cpp(python, source, prompts, 1) as (_, ask):
+        plain = ask("as it is")
+    model = load_llama(open_checkpoint(source), "float32")
+    wanted = of_jax(model, prompts, factors)
+    own, right = divergence(of_jax(model, prompts, None), plain), divergence(wanted, found)
+    assert divergence(wanted, plain).min() > 0.5
+    assert max(*own, *right) < 5e-4  # its cache of keys and values is of float16
+    np.testing.assert_allclose(np.concatenate(found.answers), np.concatenate(wanted.answers), atol=0.1)
+
+
+def test_smollm2_with_gains(tmp_path, python):
+    """The bounds hold for quantised weights, whose products llama.cpp rounds in its own way (experiments/results/serving)."""
+    source, patched = resolve("smollm2-135m-instruct"), tmp_path / "out.gguf"
+    factors = LayerFactors.load("smollm2-135m-instruct/gains-mixture")
+    patch_gguf(source, patched, factors)
+    checkpoint = open_checkpoint(source)
+    assert compare_files(source, patched, checkpoint.config, factors)["relative_error_of_a_row"]["largest"] < 2e-3
+    prompts = prompts_of([3], [2], load_tokenizer(source), checkpoint.config.max_position_embeddings)
+    with llama_cpp(python, patched, prompts, 1) as (_, ask):
+        found = ask("patched")
+    model = load_llama(checkpoint, "float32")
+    wanted, plain = (of_jax(model, prompts, given) for given in (factors, None))
+    assert divergence(wanted, plain).mean() > 0.2
+    assert divergence(wanted, found).mean() < 0.02
+    margin = np.sort(wanted.next, axis=1)[:, -1] - np.sort(wanted.next, axis=1)[:, -2]
+    clear = margin > 0.5
+    assert clear.any() and (wanted.next.argmax(axis=1) == found.next.argmax(axis=1))[clear].all()
+    assert np.abs(np.concatenate(found.answers) - np.concatenate(wanted.answers)).mean() < 0.05
