@@ -181,9 +181,6 @@ def search(
                         "evaluations": fitness.evaluations,
                         "evaluations_of_algorithm": budget,
                         "prompts_scored": fitness.prompts_scored,
-                        "longest_tokens": max(
-                            map(len, token_ids(tokenizer, [it.text + (it.answers or ("",))[0] for it in everything]))
-                        ),
                         "search_questions": dict(counts),
                         "uniform": uniform,
                         "seconds": round(time.time() - started, 3),
