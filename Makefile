@@ -4,19 +4,23 @@ EXTRAS ?= test,parity
 # The tests start many processes; without .pyc files each would compile what it imports of transformers anew, for seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all clean
+.PHONY: demo test test-all serve-test clean
 
 demo: .venv/installed
 	rm -rf runs/demo
 	.venv/bin/python -m lpes_jax.search --preset quick --output-path runs/demo
 
-test: ONLY = not fuzz and not long
-test-all: ONLY = not fuzz
+test: ONLY = not fuzz and not long and not serving
+test-all: ONLY = not fuzz and not serving
 test test-all: .venv/installed-$(EXTRAS)
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/basedpyright
 	.venv/bin/python -m pytest -m '$(ONLY)' --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+# Each server in a venv of its own, .serve/NAME: made where it is missing, and its tests skipped, with the reason, where it cannot be.
+serve-test: .venv/installed-$(EXTRAS)
+	.venv/bin/python -m pytest -m serving tests/serving
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -29,4 +33,4 @@ test test-all: .venv/installed-$(EXTRAS)
 	touch $@
 
 clean:
-	rm -rf .venv runs build dist *.egg-info
+	rm -rf .venv .serve runs build dist *.egg-info

