@@ -47,7 +47,7 @@ def main(s: Settings) -> None:
         whole, race = ([records[f"{name}/{kind}/seed{seed}"] for seed in s.seeds] for kind in ("whole", "race"))
         theirs, ours = (np.concatenate([scores(record) for record in of]) for of in (whole, race))
         p = paired_permutation_test(ours, theirs)
-        each = [compared(*pair, parents=s.search().parents if name == "ga" else 0) for pair in zip(whole, race, strict=True)]
+        each = [compared(*pair, parents=s.search().ga.parents if name == "ga" else 0) for pair in zip(whole, race, strict=True)]
         summary[name] = {"p": p, "seeds": each}
         for kind in ("baseline", "whole", "race"):
             mean = {key: float(np.mean([it[kind][key] for it in each])) for key in each[0][kind]}

@@ -1,4 +1,4 @@
-"""One generation of the paper's search by the command, in GPU-seconds: 20 new individuals x 200 questions x 3 positions.
+"""One generation of the paper's search by the command, in GPU-seconds (Table 10): 20 individuals x 200 questions x 3 positions.
 
     python experiments/bench_search.py --shape llama-2-7b --data nq-open-oracle.jsonl.gz
     python experiments/bench_search.py --data nq-open-oracle.jsonl.gz --search-flags="--queries-per-haystack 5" --name shared
@@ -35,7 +35,9 @@ from lpes_jax.curves import bezier  # noqa: E402
 from lpes_jax.factors import write_json  # noqa: E402
 from lpes_jax.models.llama import load_tokenizer  # noqa: E402
 from lpes_jax.models.llama.checkpoint import save_llama  # noqa: E402
-from lpes_jax.search.genetic import GeneticSettings, PaperGA  # noqa: E402
+from lpes_jax.search.genetic import PaperGA  # noqa: E402
+from lpes_jax.search.lattice import Lattice  # noqa: E402
+from lpes_jax.settings.search import preset  # noqa: E402
 from lpes_jax.store.provenance import environment  # noqa: E402
 
 PAPER = {"factors from curves": 5.2, "mutation": 4.5, "crossover": 2.3, "inference": 1167.4}  # seconds on 4 H100s
@@ -128,14 +130,15 @@ def num_layers(model: Path) -> int:
 
 def time_operations(layers: int, individuals: int) -> dict[str, float]:
     """Seconds of Table 10's first three rows, after compilation."""
-    key, settings = jax.random.key(0), GeneticSettings(num_layers=layers)
-    ga = PaperGA(settings)
+    key, settings = jax.random.key(0), preset("paper")
+    lattice = Lattice(layers, space=settings.space)
+    ga = PaperGA(lattice, settings.ga)
     genes, _ = ga.initial_population(key, ga.default_params)
     genes = np.asarray(genes)[:individuals]
     at_layers = jax.jit(jax.vmap(lambda points: bezier(points, layers)))
     seconds = {"factors from curves": median(lambda: at_layers(ga.control_points(genes)))}
     for name, only in (("mutation", {"crossovers": 0}), ("crossover", {"mutations": 0})):
-        ga = PaperGA(replace(settings, **only))
+        ga = PaperGA(lattice, replace(settings.ga, **only))
         params = ga.default_params
         population, _ = ga.initial_population(key, params)
         state = ga.init(key, population, jax.random.normal(key, (len(population),)), params)

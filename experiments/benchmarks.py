@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from grid import GridFlags, in_part, markdown_table, show_p, write_tables
+from grid import GridFlags, end_part, in_part, markdown_table, show_p, write_tables
 from jaxtyping import Float
 from transfer import load_cell
 
@@ -141,8 +141,7 @@ def run_table(
             write_json(path, record | {"methods": _methods(outcomes)})
         if path.exists():
             records[benchmark.name] = load_cell(path, used)
-    if s.part != "0/1":
-        raise SystemExit(f"part {s.part} is done; when all are, the same command without --part writes the tables")
+    end_part(s.part)
     _write(s, title, chosen, paper, about, records, files, failed)
 
 

@@ -17,12 +17,12 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Float
 
 from lpes_jax.errors import UserError
+from lpes_jax.gains import by_tensor, multiplied, with_weights
 from lpes_jax.models.llama.model import Llama
-from lpes_jax.rope import RopeTable
+from lpes_jax.rope import RopeTable, gains_of_head
 
 Control = Literal["rotary", "temperature", "both", "norm_gain", "adapter"]
 Applied = tuple[Llama, RopeTable]
@@ -39,21 +39,15 @@ def temperature(model: Llama, own: RopeTable, values: Float[Array, "L n"]) -> Ap
     The queries are what is scaled: their norm where they have one, which is behind the weights, else weights and bias. Dims i
     and i + R/2 turn together and have the same band; dims that are not rotated are scaled with n = 1 alone.
     """
-    config, layers = model.config, model.layers
+    config = model.config
     half, bands = config.rotary_dim // 2, values.shape[1]
     if half % bands:
         raise UserError(f"--counts {bands} must divide the {half} frequencies of a head")
     of_pairs = jnp.repeat(values, half // bands, axis=1)
-    rest = config.head_dim - 2 * half
-    unrotated = jnp.repeat(values, rest, axis=1) if bands == 1 else jnp.ones((len(values), rest), values.dtype)
-    of_head = jnp.concatenate([of_pairs, of_pairs, unrotated], axis=1)  # [L, D]
-    if layers.query_norm is not None:
-        return _with(model, query_norm=_scaled(layers.query_norm[...], of_head)), own
-    of_heads = jnp.tile(of_head, (1, config.num_heads))
-    changes = {"query": _scaled(layers.query[...], of_heads[:, None, :])}
-    if layers.query_bias is not None:
-        changes["query_bias"] = _scaled(layers.query_bias[...], of_heads)
-    return _with(model, **changes), own
+    of_head = gains_of_head(of_pairs[:, None], config.head_dim)  # [L, 1, D], 1 where nothing is rotated
+    if bands == 1:
+        of_head = jnp.broadcast_to(values[:, :, None], of_head.shape)
+    return multiplied(model, by_tensor(of_head, config)), own
 
 
 def both(model: Llama, own: RopeTable, values: Float[Array, "L n"]) -> Applied:
@@ -70,8 +64,7 @@ def norm_gain(model: Llama, own: RopeTable, values: Float[Array, "L n"]) -> Appl
     width, blocks = model.config.hidden_size, values.shape[1]
     if width % blocks:
         raise UserError(f"--counts {blocks} must divide the {width} channels of the model")
-    norm = model.layers.attention_norm[...]
-    return _with(model, attention_norm=_scaled(norm, jnp.repeat(values, width // blocks, axis=1))), own
+    return multiplied(model, {"attention_norm": jnp.repeat(values, width // blocks, axis=1)}), own
 
 
 def adapter(model: Llama, own: RopeTable, values: Float[Array, "L n"], seed: int = 0) -> Applied:
@@ -84,7 +77,7 @@ def adapter(model: Llama, own: RopeTable, values: Float[Array, "L n"], seed: int
     wide = query.astype(values.dtype)
     scale = jnp.linalg.norm(wide, axis=(1, 2), keepdims=True)
     change = jnp.einsum("ln,lni,lno->lio", values, u, v, precision=jax.lax.Precision.HIGHEST)
-    return _with(model, query=(wide + scale * change).astype(query.dtype)), own
+    return with_weights(model, query=(wide + scale * change).astype(query.dtype)), own
 
 
 CONTROLS: dict[Control, Callable[..., Applied]] = {
@@ -95,16 +88,3 @@ CONTROLS: dict[Control, Callable[..., Applied]] = {
     "adapter": adapter,
 }
 START: dict[Control, float] = {"rotary": 1.0, "temperature": 1.0, "both": 1.0, "norm_gain": 1.0, "adapter": 0.0}
-
-
-def _scaled(weights: Float[Array, "..."], by: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Weights times values in the values' precision, in the weights' dtype."""
-    return (weights.astype(by.dtype) * by).astype(weights.dtype)
-
-
-def _with(model: Llama, **weights: Array) -> Llama:
-    """The model with other weights of its layers; the given one stays as it is."""
-    changed = jax.tree.map(lambda leaf: leaf, model)  # new modules around the same arrays
-    for name, value in weights.items():
-        setattr(changed.layers, name, nnx.Param(value))
-    return changed

@@ -36,7 +36,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from control_parameters import CONTROLS, START, Applied, Control
-from grid import GridFlags, in_part, markdown_table, run_script, show_p, write_tables
+from grid import GridFlags, end_part, in_part, markdown_table, run_script, show_p, write_tables
 from jaxtyping import Array, Float
 from transfer import TargetFlags, compare, is_text, load_cell, measure, settings_record, show, targets_of
 
@@ -46,14 +46,15 @@ from lpes_jax.factors import LayerFactors, write_json
 from lpes_jax.models.llama import Loaded, load
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.rope import Granularity
-from lpes_jax.search import SearchSettings
 from lpes_jax.search.algorithms import Gradient
 from lpes_jax.search.fitness import groups_of, search_prompts
-from lpes_jax.search.gradient import GradientSettings, Look, descend
+from lpes_jax.search.gradient import Look, descend
 from lpes_jax.search.minibatches import Data, pack
 from lpes_jax.search.mixture import mixture_of
 from lpes_jax.search.plain_text import text_windows
 from lpes_jax.search.settings import check_weights, scaled_layers, search_space
+from lpes_jax.settings.groups import TaskSettings
+from lpes_jax.settings.search import GradientSettings, SearchSettings, TextSettings
 from lpes_jax.statistics import paired_permutation_test
 from lpes_jax.tasks import make_task
 from lpes_jax.tasks import prompts as task_prompts
@@ -158,8 +159,7 @@ def main(s: Settings) -> None:
             factors = found
             record |= measure(s, targets, loaded, Candidate(name, factors), model)
         write_json(path, record | environment())
-    if s.part != "0/1":
-        raise SystemExit(f"part {s.part} is done; when all are, the same command without --part writes the tables")
+    end_part(s.part)
     records = {name: load_cell(s.output_path / f"{name}.json", used) for name in names}
     scores = {name: _mean_scores([records[name]]) for name in without_numbers} | {
         f"{control}, {count} a layer": _mean_scores([records[f"{control}_{count}_seed{seed}"] for seed in s.seeds])
@@ -204,6 +204,7 @@ def train(
         return CONTROLS[control](model, own, values)
 
     project = partial(jnp.clip, min=low, max=high)
+    text = TextSettings(text_weight=s.text_weight, text_minibatch=s.text_minibatch, max_text_loss_rise=s.max_text_loss_rise)
     runs: dict[float, list[Look]] = {}
     best: dict[float, Look] = {}
     for rate in s.learning_rates:
@@ -214,9 +215,6 @@ def train(
             minibatch_size=s.minibatch_size,
             validation_share=s.validation_share,
             look_every=s.look_every,
-            text_weight=s.text_weight,
-            text_minibatch=s.text_minibatch,
-            max_text_loss_rise=s.max_text_loss_rise,
         )
         best[rate] = descend(
             loaded.model,
@@ -225,6 +223,7 @@ def train(
             jnp.full((config.num_layers, count), start, jnp.float32),
             apply,
             settings,
+            text,
             project=project,
             seed=seed,
             on_look=lambda look, _, looks=looks: looks.append(look),
@@ -322,7 +321,7 @@ def _searched(s: Settings, targets: Mapping[str, Task]) -> list[str]:
     """The titles of the targets whose kind of question was searched on (by other questions)."""
     if s.mixture is None:
         return list(targets)[: len(s.num_pairs)]
-    mixture = mixture_of(SearchSettings(mixture=s.mixture, data_folder=s.data_folder), s.limit, s.test_limit)
+    mixture = mixture_of(TaskSettings(mixture=s.mixture, data_folder=s.data_folder), s.limit, s.test_limit)
     assert mixture is not None
 
     def kind(task: Any) -> Any:
@@ -334,7 +333,7 @@ def _searched(s: Settings, targets: Mapping[str, Task]) -> list[str]:
 
 def _data_of_mixture(s: Settings, loaded: Loaded, seed: int) -> tuple[Data, Data, int]:
     """The same of a mixture, as `search --mixture --algorithm gradient` has them."""
-    settings = SearchSettings(
+    settings = SearchSettings.of(
         mixture=s.mixture,
         data_folder=s.data_folder,
         algorithm="gradient",
@@ -350,7 +349,7 @@ def _data_of_mixture(s: Settings, loaded: Loaded, seed: int) -> tuple[Data, Data
         text_window=s.search_text_window or s.text_window[:1],
         max_text_loss_rise=s.max_text_loss_rise,
     )
-    mixture = mixture_of(settings, s.limit, s.test_limit)
+    mixture = mixture_of(settings.task, s.limit, s.test_limit)
     assert mixture is not None
     config, tokenizer, prompts = loaded.model.config, loaded.tokenizer, []
     places = [slots_of(task, s.search_positions if task.num_items > 1 else (0,)) for task in mixture.tasks]

@@ -29,7 +29,7 @@ from typing import Any, Literal
 import numpy as np
 import table02_zero_scrolls
 import table03_l_eval
-from grid import GridFlags, in_part, markdown_table, run_script, show_p, write_tables
+from grid import GridFlags, end_part, in_part, markdown_table, run_script, show_p, write_tables
 from jaxtyping import Float
 from matplotlib.figure import Figure
 from transfer import compare, load_cell
@@ -177,8 +177,7 @@ def main(s: Settings) -> None:
             write_json(path, record)
         if path.exists():
             records[name, stretch] = load_cell(path, used)
-    if s.part != "0/1":
-        raise SystemExit(f"part {s.part} is done; when all are, the same command without --part writes the tables")
+    end_part(s.part)
     about = (
         f"{Path(s.model).name}, perplexity by position (columns: first position of a bin). Layers - uniform: nats a token "
         "beyond the window, less is better, ± over windows; p: paired permutation over windows. Dynamic NTK has factor "

@@ -14,7 +14,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -29,7 +29,7 @@ from lpes_jax.factors import LayerFactors, read_json
 from lpes_jax.models.llama import Loaded, load
 from lpes_jax.search import SearchSettings, preset, run_search
 from lpes_jax.search.fitness import fit
-from lpes_jax.search.settings import as_record
+from lpes_jax.settings.search import as_record
 from lpes_jax.store.files import write_json, write_text
 from lpes_jax.tasks.flags import task_of, title_of
 
@@ -81,21 +81,21 @@ class GridFlags:
 
     def search(self, **changes: Any) -> SearchSettings:
         """The settings of a cell: the preset, what the flags give, and changes."""
-        own = {field.name for field in fields(SearchSettings)} - {"output_path"}
+        own = SearchSettings().flat().keys() - {"output_path"}
         given = {name: value for name, value in vars(self).items() if name in own and value not in (None, ())}
         if self.task == "mdqa":
             given["distractors"] = "random"
         settings = preset(self.preset, **(given | changes))
-        return replace(settings, parents=min(settings.parents, settings.population_size))
+        return settings.replace(parents=min(settings.ga.parents, settings.ga.population_size))
 
     def describe(self, paper: str) -> str:
         """The lines under a title: what ours is, and that the paper's rows are of another model."""
         settings = self.search()
-        task = task_of(settings)
-        metric = (settings.metrics or default_metrics(task))[0]
+        task = task_of(settings.task)
+        metric = (settings.questions.metrics or default_metrics(task))[0]
         return (
-            f"Ours: {Path(self.model).name}, {title_of(settings, task)}, {settings.limit} search examples, "
-            f"{settings.test_limit} held-out questions, accuracy in percent ({metric}), preset {self.preset}, seeds "
+            f"Ours: {Path(self.model).name}, {title_of(settings.task, task)}, {settings.questions.limit} search examples, "
+            f"{settings.questions.test_limit} held-out questions, accuracy in percent ({metric}), preset {self.preset}, seeds "
             f"{' '.join(map(str, self.seeds))}. With one seed ± is the standard error over questions, with several the sample "
             "standard deviation over seeds; p: paired permutation over questions, against the baseline of the same seed."
             f"\n\n{paper}\n"
@@ -126,6 +126,22 @@ def in_part(number: int, part: str) -> bool:
     return number % int(match[2]) == int(match[1])
 
 
+def end_part(part: str) -> None:
+    """End the program where `part` is not the whole."""
+    if part != "0/1":
+        raise SystemExit(f"part {part} is done; when all are, the same command without --part writes the tables")
+
+
+def check_same(where: Path, ran: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Raise UserError where what is there was run with other settings than those that are wanted."""
+    for name in sorted({*wanted, *ran}):
+        if ran.get(name) != wanted.get(name):
+            raise UserError(
+                f"{where} was run with {name}={ran.get(name)!r}, not {wanted.get(name)!r}; give the same flags or another "
+                "--output-path"
+            )
+
+
 def run_grid(cells: Mapping[str, SearchSettings], flags: GridFlags) -> dict[str, dict[str, Any]]:
     """Run the cells of the part that are not finished, and return the records of all; a part of the whole ends the program."""
     run_cells({name: cell for number, (name, cell) in enumerate(cells.items()) if in_part(number, flags.part)}, flags)
@@ -139,9 +155,9 @@ def run_cells(cells: Mapping[str, SearchSettings], flags: GridFlags) -> None:
         if not (folder / "results.json").exists():
             print(f"== {name}", flush=True)
             resume = (folder / "history.jsonl").exists()
-            loaded = loaded_once(settings.model, settings.dtype)
-            measured = measured_once(settings.model, settings.dtype)
-            run_search(replace(settings, output_path=folder, resume=resume), loaded, measured)
+            loaded = loaded_once(settings.run.model, settings.devices.dtype)
+            measured = measured_once(settings.run.model, settings.devices.dtype)
+            run_search(settings.replace(output_path=folder, resume=resume), loaded, measured)
 
 
 @lru_cache(maxsize=1)
@@ -158,20 +174,14 @@ def measured_once(model: str, dtype: str) -> dict[Any, Outcome]:
 
 def collect(cells: Mapping[str, SearchSettings], flags: GridFlags) -> dict[str, dict[str, Any]]:
     """The records of all cells. Ends the program after a part of them."""
-    if flags.part != "0/1":
-        raise SystemExit(f"part {flags.part} is done; when all are, the same command without --part writes the tables")
+    end_part(flags.part)
     return {name: record_of(flags.output_path / name, settings) for name, settings in cells.items()}
 
 
 def record_of(folder: Path, settings: SearchSettings) -> dict[str, Any]:
     """What a finished search says about itself: factors, results, history. Raises UserError where its settings were others."""
     ran, wanted = read_json(folder / "config.json")["settings"], json.loads(json.dumps(as_record(settings)))
-    if different := sorted(name for name in wanted | ran if ran.get(name) != wanted.get(name)):
-        name = different[0]
-        raise UserError(
-            f"{folder} was run with {name}={ran.get(name)!r}, not {wanted.get(name)!r}; give the same flags or another "
-            "--output-path"
-        )
+    check_same(folder, ran, wanted)
     factors, results = read_json(folder / "factors.json"), read_json(folder / "results.json")
     history = [json.loads(line) for line in (folder / "history.jsonl").read_text(encoding="utf-8").splitlines()]
     return {"folder": folder, "factors": factors, "results": results, "history": history}
@@ -192,28 +202,29 @@ def scores(record: Mapping[str, Any], method: str = "lpes") -> Float[np.ndarray,
 
 def check_held_out(settings: SearchSettings, loaded: Loaded) -> None:
     """Raise UserError where `held_out` would, for prompts that are too long."""
-    task = task_of(settings)
-    places = slots_of(task, settings.positions)
-    prompts = [task.prompt(it, *place) for it in task.examples("test", settings.test_limit, settings.seed) for place in places]
-    generates = (settings.metrics or default_metrics(task))[0] != "prefix"
+    task = task_of(settings.task)
+    places = slots_of(task, settings.questions.positions)
+    examples = task.examples("test", settings.questions.test_limit, settings.run.seed)
+    prompts = [task.prompt(it, *place) for it in examples for place in places]
+    generates = (settings.questions.metrics or default_metrics(task))[0] != "prefix"
     fit(settings, loaded.model.config, task, loaded.tokenizer, prompts, generates)
 
 
 def held_out(settings: SearchSettings, loaded: Loaded, candidates: Mapping[str, LayerFactors]) -> dict[str, Outcome]:
     """The model as it is, under `baseline`, and factors by name, all on the held-out questions that the settings describe."""
-    task = task_of(settings)
+    task = task_of(settings.task)
     outcomes = evaluate(
         loaded.model,
         loaded.tokenizer,
         task,
-        task.examples("test", settings.test_limit, settings.seed),
-        slots_of(task, settings.positions),
+        task.examples("test", settings.questions.test_limit, settings.run.seed),
+        slots_of(task, settings.questions.positions),
         [Candidate(BASELINE), *(Candidate(name, factors) for name, factors in candidates.items())],
-        metrics=settings.metrics or default_metrics(task)[:1],
-        max_new_tokens=settings.max_new_tokens,
+        metrics=settings.questions.metrics or default_metrics(task)[:1],
+        max_new_tokens=settings.questions.max_new_tokens,
         stop_ids=loaded.stop_ids,
-        overlength=settings.overlength,
-        batch_size=settings.batch_size,
+        overlength=settings.questions.overlength,
+        batch_size=settings.devices.batch_size,
     )
     return {outcome.candidate.name: outcome for outcome in outcomes}
 
@@ -249,9 +260,14 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
+def markdown_document(title: str, parts: Sequence[str]) -> str:
+    """What tables.md holds."""
+    return f"# {title}\n\n" + "\n".join(parts)
+
+
 def write_tables(flags: GridFlags, title: str, parts: Sequence[str], summary: Any) -> None:
-    """`tables.md` and `summary.json`, whole or not at all; the tables are printed as well."""
-    text = f"# {title}\n\n" + "\n".join(parts)
+    """`tables.md` and `summary.json`, each whole or not at all; the tables are printed as well."""
+    text = markdown_document(title, parts)
     flags.output_path.mkdir(parents=True, exist_ok=True)
     write_text(flags.output_path / "tables.md", text)
     write_json(flags.output_path / "summary.json", summary)

@@ -35,7 +35,7 @@ class Settings(GridFlags):
 def main(s: Settings) -> None:
     """Search the halves, measure the thirds, and write both tables."""
     settings = s.search(seed=s.seeds[0])
-    loaded = loaded_once(s.model, settings.dtype)
+    loaded = loaded_once(s.model, settings.devices.dtype)
     layers = loaded.model.config.num_layers
     halves = {"all": ":", f"0 to {layers // 2 - 1}": f":{layers // 2}", f"{layers // 2} to {layers - 1}": f"{layers // 2}:"}
     names = dict(zip(halves, ("all", "first_half", "last_half"), strict=True))
@@ -49,7 +49,7 @@ def main(s: Settings) -> None:
             values = np.where(np.isin(np.arange(layers), third), factor, 1.0)
             factors[f"{title}, layers {third[0]} to {third[-1]}: {factor:g}"] = LayerFactors(values)
     outcomes = held_out(settings, loaded, factors)
-    measured = figures_of(list(outcomes.values()), slots_of(task_of(settings), settings.positions))
+    measured = figures_of(list(outcomes.values()), slots_of(task_of(settings.task), settings.questions.positions))
     of_all = [records[f"all/seed{seed}"] for seed in s.seeds]
     found = {"baseline": [figures(record, "baseline") for record in of_all]}
     found |= {
@@ -57,8 +57,12 @@ def main(s: Settings) -> None:
         for title in halves
     }
     tables = [
-        markdown_table(header("one factor on a third", settings.positions), [row(name, [it]) for name, it in measured.items()]),
-        markdown_table(header("optimised factors", settings.positions), [row(name, it) for name, it in found.items()]),
+        markdown_table(
+            header("one factor on a third", settings.questions.positions), [row(name, [it]) for name, it in measured.items()]
+        ),
+        markdown_table(
+            header("optimised factors", settings.questions.positions), [row(name, it) for name, it in found.items()]
+        ),
     ]
     about = s.describe("The paper scales all layers and gives no figures for some of them; its models are larger ones.")
     write_tables(s, "Groups of layers", [about, *tables], {"thirds": measured, "halves": found})

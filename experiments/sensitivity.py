@@ -39,19 +39,19 @@ class Settings(GridFlags):
 def main(s: Settings) -> None:
     """Score the factors and their neighbours, and write the table."""
     settings = s.search(seed=s.seeds[0])
-    loaded = load(s.model, settings.dtype)
+    loaded = load(s.model, settings.devices.dtype)
     config = loaded.model.config
     found = LayerFactors.load(s.factors)
     points, individuals = neighbours(found.for_model(config.num_layers, config.num_kv_heads, config.rotary_dim), s)
-    task = task_of(settings)
-    examples = task.examples("search", settings.limit, settings.seed)
-    places = slots_of(task, settings.search_positions)
+    task = task_of(settings.task)
+    examples = task.examples("search", settings.questions.limit, settings.run.seed)
+    places = slots_of(task, settings.objective.search_positions)
     prompts = [task.prompt(example, *place) for example in examples for place in places]
     scorer = Scorer(
-        loaded.model, encode(prompts, loaded.tokenizer, config.max_position_embeddings), batch_size=settings.batch_size
+        loaded.model, encode(prompts, loaded.tokenizer, config.max_position_embeddings), batch_size=settings.devices.batch_size
     )
     correct, log_likelihood = scorer(individuals)
-    weights = np.array(settings.weights)
+    weights = np.array(settings.objective.weights)
     shape = len(individuals), len(examples), len(places)
     fitness, likelihood = (values.reshape(shape).astype(np.float64) @ weights for values in (correct, log_likelihood))
     rows: list[list[str]] = []

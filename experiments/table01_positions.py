@@ -11,11 +11,11 @@ last call without it writes tables.md and summary.json.
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from grid import GridFlags, header, in_part, markdown_table, other_model, row, run_script, write_tables
+from grid import GridFlags, check_same, end_part, header, in_part, markdown_table, other_model, row, run_script, write_tables
 
 from lpes_jax.compare import CompareSettings, run_comparison
 from lpes_jax.errors import UserError
@@ -147,20 +147,17 @@ def comparisons(s: Settings) -> dict[str, CompareSettings]:
             of_task |= {"factors": s.mdqa_factors or s.factors, "data": s.mdqa_data, "distractors": "random"}
             of_task |= {"num_documents": s.num_documents, "max_new_tokens": s.max_new_tokens, "metrics": s.mdqa_metrics}
             of_cell = {f"mdqa_{s.num_documents}_documents": of_task}
-        found |= {name: CompareSettings(**of, output_path=s.output_path / name) for name, of in of_cell.items()}
+        found |= {name: CompareSettings.of(**of, output_path=s.output_path / name) for name, of in of_cell.items()}
     return found
 
 
 def results_of(settings: CompareSettings) -> dict[str, Any]:
     """The results of a finished comparison. Raises UserError where its settings were others."""
-    results = read_json(settings.output_path / "results.json")
-    wanted = json.loads(json.dumps(asdict(settings), default=str))
-    for name in sorted(wanted.keys() - {"output_path", "batch_size", "resume", "overwrite"}):
-        if (ran := results["config"].get(name)) != wanted[name]:
-            raise UserError(
-                f"{settings.output_path} was run with {name}={ran!r}, not {wanted[name]!r}; give the same flags or another "
-                "--output-path"
-            )
+    results = read_json(settings.run.output_path / "results.json")
+    wanted = json.loads(json.dumps(settings.flat(), default=str))
+    names = wanted.keys() - {"output_path", "batch_size", "resume", "overwrite"}
+    ran = results["config"]
+    check_same(settings.run.output_path, {name: ran.get(name) for name in names}, {name: wanted[name] for name in names})
     return results
 
 
@@ -180,11 +177,10 @@ def main(s: Settings) -> None:
     """Run what is missing and write the tables."""
     cells = comparisons(s)
     for number, (name, settings) in enumerate(cells.items()):
-        if in_part(number, s.part) and not (settings.output_path / "results.json").exists():
+        if in_part(number, s.part) and not (settings.run.output_path / "results.json").exists():
             print(f"== {name}", flush=True)
-            run_comparison(replace(settings, resume=(settings.output_path / "unfinished").exists()))
-    if s.part != "0/1":
-        raise SystemExit(f"part {s.part} is done; when all are, the same command without --part writes the tables")
+            run_comparison(settings.replace(resume=(settings.run.output_path / "unfinished").exists()))
+    end_part(s.part)
     results = {name: results_of(settings) for name, settings in cells.items()}
     about = (
         f"Ours: {Path(s.model).name}, {s.test_limit} held-out questions, accuracy in percent. ± is the standard error over "
@@ -195,7 +191,7 @@ def main(s: Settings) -> None:
     )
     parts = [about]
     for name, it in results.items():
-        parts += [f"## {name}\n", table(name_of(cells[name]), it["methods"])]
+        parts += [f"## {name}\n", table(name_of(cells[name].task), it["methods"])]
         parts += [f"{method}: left out. {reason}\n" for method, reason in it["refused"].items()]
     write_tables(
         GridFlags(output_path=s.output_path), "Methods by position (Table 1)", parts, {"ours": results, "paper": PAPER}

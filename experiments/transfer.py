@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from grid import GridFlags, in_part, markdown_table, run_script, show_p, write_tables
+from grid import GridFlags, check_same, end_part, in_part, markdown_table, run_script, show_p, write_tables
 from jaxtyping import Float
 
 from lpes_jax.errors import UserError
@@ -199,13 +199,8 @@ def fitted(factors: LayerFactors, config: LlamaConfig, where: str) -> LayerFacto
 
 def load_cell(path: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The record of a finished cell. Raises UserError where its settings were others."""
-    record, wanted = read_json(path), dict(settings)
-    if record["settings"] != wanted:
-        name = next(name for name in sorted(wanted | record["settings"]) if record["settings"].get(name) != wanted.get(name))
-        raise UserError(
-            f"{path} was run with {name}={record['settings'].get(name)!r}, not {wanted.get(name)!r}; give the same flags or "
-            "another --output-path"
-        )
+    record = read_json(path)
+    check_same(path, record["settings"], settings)
     return record
 
 
@@ -265,8 +260,7 @@ def main(s: Settings) -> None:
             record |= measure(s, targets, loaded, Candidate(name, factors))
         s.output_path.mkdir(parents=True, exist_ok=True)
         write_json(path, record)
-    if s.part != "0/1":
-        raise SystemExit(f"part {s.part} is done; when all are, the same command without --part writes the tables")
+    end_part(s.part)
     records = {cell: load_cell(path, used) for cell, path in paths.items()}
     _check_factors(records, found)
     rows, summary = [], []

@@ -19,7 +19,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
@@ -31,9 +30,10 @@ import tyro
 from lpes_jax import hosts, process
 from lpes_jax.compilation import keep_programs
 from lpes_jax.errors import Interrupted, UserError
-from lpes_jax.hosts import HostFlags
 from lpes_jax.limits import check_bounds
 from lpes_jax.memory import out_of_memory
+from lpes_jax.settings import Settings
+from lpes_jax.settings.groups import HostSettings
 from lpes_jax.store import output
 from lpes_jax.store.files import unwritable
 from lpes_jax.store.provenance import DETERMINISTIC
@@ -46,7 +46,7 @@ VERBS = {
     "profile": "lpes_jax.profile.__main__",
     "doctor": "lpes_jax.doctor",
 }
-Flags = TypeVar("Flags")
+Flags = TypeVar("Flags", bound=Settings)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,7 +77,7 @@ def run_verb(
         with _sigterm():
             flags, host_flags = _parse(defaults, manual, arguments, f"python -m lpes_jax.{name}", many_hosts)
             check_bounds(flags)  # before processes wait for each other
-            if getattr(flags, "deterministic", False):
+            if flags.flat().get("deterministic"):
                 _make_deterministic(arguments)
             hosts.start(host_flags)
             process.check_devices()
@@ -92,9 +92,9 @@ def run_verb(
             return _fault()
         return fail(str(unwritable(error, error.filename or "the results", "make room, then start again")))
     except jax.errors.JaxRuntimeError as error:
-        return _full_memory() if out_of_memory(error) else _fault()
+        return full_memory() if out_of_memory(error) else _fault()
     except MemoryError:
-        return _full_memory()
+        return full_memory()
     except KeyboardInterrupt as stop:
         return hosts.leave(128 + getattr(stop, "number", signal.SIGINT), str(stop) or "interrupted")
     except Exception:
@@ -104,7 +104,8 @@ def run_verb(
     return 0
 
 
-def _full_memory() -> int:
+def full_memory() -> int:
+    """Say that the memory is full, and what helps; returns the exit code."""
     if jax.default_backend() != "gpu":
         return fail(
             "the memory is full; give smaller numbers (--batch-size, --limit, --population-size), or end what else runs"
@@ -142,17 +143,17 @@ def fail(message: str) -> int:
 @contextlib.contextmanager
 def _output_path(flags: Flags, arguments: Sequence[str]) -> Iterator[Flags]:
     """The flags, with a folder of their own where the user names none: a new one, or with --resume the one written to last."""
-    folder: Path | None = getattr(flags, "output_path", None)
-    with_folder: Any = flags
+    of_flags = flags.flat()
+    folder: Path | None = of_flags.get("output_path")
     if folder is None or value_of("--output-path", arguments) is not None:
         yield flags
-    elif getattr(flags, "resume", False) or getattr(flags, "overwrite", False):
+    elif of_flags.get("resume") or of_flags.get("overwrite"):
         chosen = hosts.from_first(lambda: output.latest(folder))
-        yield replace(with_folder, output_path=chosen)
+        yield flags.replace(output_path=chosen)
     else:
         with contextlib.ExitStack() as stack:
             chosen = hosts.from_first(lambda: stack.enter_context(output.reserved(folder)))
-            yield replace(with_folder, output_path=chosen)
+            yield flags.replace(output_path=chosen)
 
 
 @contextlib.contextmanager
@@ -192,17 +193,17 @@ def _columns(count: int) -> Iterator[None]:
             os.environ["COLUMNS"] = before
 
 
-def _parse(defaults: Flags, manual: str, arguments: Sequence[str], prog: str, many_hosts: bool) -> tuple[Flags, HostFlags]:
+def _parse(defaults: Flags, manual: str, arguments: Sequence[str], prog: str, many_hosts: bool) -> tuple[Flags, HostSettings]:
     """Raises UserError for flags that cannot be."""
     parser: dict[str, Any] = {"prog": prog, "description": manual, "args": list(arguments)}
     parser["config"] = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
     verb, of_hosts = tyro.conf.arg(name=""), tyro.conf.arg(name="many-hosts")
 
-    def parse() -> tuple[Flags, HostFlags]:
+    def parse() -> tuple[Flags, HostSettings]:
         if not many_hosts:
-            return tyro.cli(type(defaults), default=defaults, **parser), HostFlags()
-        both = tuple[Annotated[type(defaults), verb], Annotated[HostFlags, of_hosts]]
-        return tyro.cli(both, default=(defaults, HostFlags()), **parser)
+            return tyro.cli(type(defaults), default=defaults, **parser), HostSettings()
+        both = tuple[Annotated[type(defaults), verb], Annotated[HostSettings, of_hosts]]
+        return tyro.cli(both, default=(defaults, HostSettings()), **parser)
 
     # tyro draws its errors as a box; its first paragraph becomes our one line. No terminal, so no colours, and it never wraps.
     box, nowhere = io.StringIO(), io.TextIOWrapper(io.BytesIO(), "utf-8")
@@ -222,10 +223,10 @@ def _parse(defaults: Flags, manual: str, arguments: Sequence[str], prog: str, ma
     return parsed
 
 
-def _check_paths(flags: Any, arguments: Sequence[str]) -> None:
+def _check_paths(flags: Settings, arguments: Sequence[str]) -> None:
     """Raise UserError for a flag's path that is empty (Python takes that for the working directory) or longer than can be."""
-    for field in fields(flags):
-        flag, path = "--" + field.name.replace("_", "-"), getattr(flags, field.name)
+    for name, path in flags.flat().items():
+        flag = "--" + name.replace("_", "-")
         if not isinstance(path, Path):
             continue
         if value_of(flag, arguments) == "":

@@ -23,10 +23,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -47,13 +46,7 @@ from lpes_jax.evaluation import (
 from lpes_jax.factors import LayerFactors
 from lpes_jax.json_files import is_number
 from lpes_jax.limits import check_bounds
-from lpes_jax.methods import Maker
-from lpes_jax.methods.attention_buckets import BASES, attention_buckets
-from lpes_jax.methods.hidden_channel import FACTORS, hidden_channel, positional_channels
-from lpes_jax.methods.moice import Router, moice, train_router
-from lpes_jax.methods.ms_poe import ms_poe
-from lpes_jax.methods.self_extend import self_extend
-from lpes_jax.methods.tables import dynamic_ntk, lpes, mean_of, ntk_by_base, position_interpolation, yarn
+from lpes_jax.methods import Choice, Tuning, attention_buckets, hidden_channel, moice, ms_poe, self_extend, tables
 from lpes_jax.models.llama import Loaded, load
 from lpes_jax.models.llama.method import Method, of_table
 from lpes_jax.models.llama.model import Llama
@@ -65,15 +58,15 @@ from lpes_jax.results import outcome_of, record_of
 from lpes_jax.same_model import check_loaded
 from lpes_jax.scoring import Batch, OptionScorer, Scorer, batch_scores, pack_rows
 from lpes_jax.search.plain_text import text_windows
+from lpes_jax.settings.compare import CompareSettings
 from lpes_jax.store import output
 from lpes_jax.store.files import write_json, write_text
 from lpes_jax.store.parts import Parts
 from lpes_jax.store.provenance import content_sha256, environment
-from lpes_jax.tasks.flags import TaskFlags, task_of, title_of
+from lpes_jax.tasks.flags import task_of, title_of
 from lpes_jax.tasks.leaks import count_leaky
 from lpes_jax.tasks.prompts import (
     EncodedPrompt,
-    Overlength,
     check_once,
     check_positions,
     encode,
@@ -82,87 +75,23 @@ from lpes_jax.tasks.prompts import (
     short_answers,
 )
 
-NAMES = (
-    "baseline",
-    "uniform",
-    "pi",
-    "dynamic_ntk",
-    "ntk_by_base",
-    "yarn",
-    "attention_buckets",
-    "ms_poe",
-    "moice",
-    "self_extend",
-    "hidden_channel",
-    "lpes",
-)
+METHODS: dict[str, Callable[[Tuning], list[Choice]]] = {
+    BASELINE: lambda tuning: [Choice("", None)],
+    "uniform": tables.uniform_choices,
+    "pi": tables.pi_choices,
+    "dynamic_ntk": tables.dynamic_ntk_choices,
+    "ntk_by_base": tables.ntk_by_base_choices,
+    "yarn": tables.yarn_choices,
+    "attention_buckets": attention_buckets.choices,
+    "ms_poe": ms_poe.choices,
+    "moice": moice.choices,
+    "self_extend": self_extend.choices,
+    "hidden_channel": hidden_channel.choices,
+    "lpes": tables.lpes_choices,
+}
+"""What is compared, in the order of the tables, and the settings that are tried of each."""
+NAMES = tuple(METHODS)
 _TIMED_PROMPTS = 8
-
-
-@dataclass(frozen=True)
-class CompareSettings(TaskFlags):
-    """What to compare, on what."""
-
-    model: str = "tiny-retriever"
-    """A name in models/zoo, a folder in Hugging Face layout, a .gguf file, or a Hugging Face hub id."""
-    output_path: Path = Path("runs/compare")
-    """Folder of the results (where it is not given and taken: runs/compare-2, ...)."""
-    overwrite: bool = False
-    """Replace the finished run of evaluate or compare in --output-path."""
-    methods: tuple[str, ...] = ("all",)
-    """baseline, uniform, pi, dynamic_ntk, ntk_by_base, yarn, attention_buckets, ms_poe, moice, self_extend, hidden_channel,
-    lpes; or all."""
-    factors: Path | None = None
-    """factors.json of a search, or the zoo's by name (MODEL/NAME): LPES, and PI as their mean."""
-    other_model: bool = False
-    """Take factors that were found for another model (other sizes, RoPE or tokenizer), as far as their shape fits."""
-    router: Path | None = None
-    """moice: a router that was trained before (default: one is trained, on --text)."""
-    text: Path | None = None
-    """moice: text to train the router on, best instructions with answers (default: text that the model writes)."""
-    router_steps: int = 7
-    """moice: steps of that training."""
-    router_batch: int = 128
-    """moice: windows of 512 tokens a step."""
-    channel_strings: int = 200
-    """hidden_channel: random strings of at most 1,000 tokens that positional channels are looked for on."""
-
-    positions: tuple[int, ...] = (0, 25, 50, 75, 100)
-    """Positions of the fact, in percent."""
-    limit: int = 50
-    """Search questions that settings are tuned on."""
-    test_limit: int = 200
-    """Other questions, which the methods are measured on."""
-    budget: int = 16
-    """Settings that may be tried for a method."""
-    repeats: int = 20
-    """Rounds of the timing."""
-    metrics: tuple[str, ...] = ()
-    """As evaluate's."""
-    max_new_tokens: int | None = None
-    """Tokens to generate, where something is (default: the task's)."""
-    overlength: Overlength = "error"
-    """What becomes of questions too long for the model's window: skip leaves them out at every position, and counts them."""
-    drop_leaky: bool = False
-    """Leave out questions whose gold answer is empty to the metric, or stands in what is beside the fact; they are counted."""
-    seed: int = 0
-    """Seed of the examples."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """auto: bfloat16 on a GPU, float32 on a CPU."""
-    batch_size: int | None = None
-    """Prompts a forward pass (default: chosen from the memory)."""
-    resume: bool = False
-    """Go on with the comparison in --output-path that was cut off; all other flags as they were."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A setting of a method, and the method with it; no maker: the model as it is."""
-
-    setting: str
-    maker: Maker | None
-    then: tuple["Choice", ...] = ()
-    """Settings to try next if this one is the best so far."""
 
 
 def run_comparison(settings: CompareSettings) -> dict[str, Any]:
@@ -172,19 +101,19 @@ def run_comparison(settings: CompareSettings) -> dict[str, Any]:
     """
     started = time.time()
     names = _names(settings)
-    output.check(settings.output_path, "compare", overwrite=settings.overwrite, resume=settings.resume)
-    task = task_of(settings, max_new_tokens=settings.max_new_tokens)
-    if settings.task == "perplexity":
+    output.check(settings.run.output_path, "compare", overwrite=settings.run.overwrite, resume=settings.run.resume)
+    task = task_of(settings.task, max_new_tokens=settings.questions.max_new_tokens)
+    if settings.task.task == "perplexity":
         raise UserError("--task perplexity has no positions to compare; use evaluate")
-    searched = task.examples("search", settings.limit, settings.seed)
-    held_out = task.examples("test", settings.test_limit, settings.seed)
-    found = None if settings.factors is None else LayerFactors.load(settings.factors)
-    loaded = load(settings.model, settings.dtype)
+    searched = task.examples("search", settings.questions.limit, settings.run.seed)
+    held_out = task.examples("test", settings.questions.test_limit, settings.run.seed)
+    found = None if settings.factors.factors is None else LayerFactors.load(settings.factors.factors)
+    loaded = load(settings.run.model, settings.devices.dtype)
     factors_model = None
     if found is not None:
-        factors_model = check_loaded(found, loaded, str(settings.factors), settings.other_model)
-    config = _config(settings, loaded, found)
-    with Parts(settings.output_path, config, PARTS, settings.resume, settings.overwrite) as kept:
+        factors_model = check_loaded(found, loaded, str(settings.factors.factors), settings.factors.other_model)
+    config, run = _config(settings, loaded, found), settings.run
+    with Parts(run.output_path, config, PARTS, run.resume, run.overwrite) as kept:
         with kept.interruptible():
             record, shown = _compared(settings, names, task, searched, held_out, loaded, found, factors_model, kept, started)
         kept.drop()
@@ -205,7 +134,7 @@ def _compared(
     started: float,
 ) -> tuple[dict[str, Any], list[Grid | str]]:
     """`results.json`, which is written with all other files, and what to print."""
-    places = slots_of(task, settings.positions if task.num_items > 1 else (0,))
+    places = slots_of(task, settings.questions.positions if task.num_items > 1 else (0,))
     config, refused = loaded.model.config, {}
     measured = partial(
         evaluate,
@@ -214,23 +143,24 @@ def _compared(
         task,
         held_out,
         places,
-        metrics=settings.metrics or default_metrics(task)[:1],
-        max_new_tokens=settings.max_new_tokens,
+        metrics=settings.questions.metrics or default_metrics(task)[:1],
+        max_new_tokens=settings.questions.max_new_tokens,
         stop_ids=loaded.stop_ids,
-        overlength=settings.overlength,
-        drop_leaky=settings.drop_leaky,
-        batch_size=settings.batch_size,
+        overlength=settings.questions.overlength,
+        drop_leaky=settings.questions.drop_leaky,
+        batch_size=settings.devices.batch_size,
         on_outcome=lambda outcome: kept.keep("measured", outcome.candidate.name, record_of(outcome)),
     )
     choices: dict[str, list[Choice]] = {}
+    tuning = _tuning(settings, loaded, found)
     for name in names:
         try:
-            choices[name] = _choices(name, settings, loaded, found)
+            choices[name] = METHODS[name](tuning)
             for choice in choices[name]:
                 if choice.maker is not None:
                     choice.maker(config, config.max_position_embeddings)
         except UserError as error:
-            if "all" not in settings.methods:
+            if "all" not in settings.methods.methods:
                 raise
             choices.pop(name, None)
             refused[name] = str(error)
@@ -254,7 +184,7 @@ def _compared(
         earlier = {name: outcome_of(it) for name, it in measurements.items()}
         outcomes = measured(candidates, earlier=earlier, on_prompts=progress.prompts)
         progress.note("timing")
-        costs = _costs(loaded, outcomes[0].prompts[:_TIMED_PROMPTS], candidates, settings.repeats)
+        costs = _costs(loaded, outcomes[0].prompts[:_TIMED_PROMPTS], candidates, settings.methods.repeats)
     used = _as_record(settings) | {"model_identity": loaded.identity, "factors_model": factors_model}
     record = results_record(task, outcomes, places, used, started)
     for name, figures in record["methods"].items():
@@ -263,8 +193,8 @@ def _compared(
             "tuning": {"tried": tuned[name][1]},
             **costs[name],
         }
-    record |= {"refused": refused, "resumed": settings.resume}
-    return record, _write(settings, loaded, title_of(settings, task), outcomes, places, record)
+    record |= {"refused": refused, "resumed": settings.run.resume}
+    return record, _write(settings, loaded, title_of(settings.task, task), outcomes, places, record)
 
 
 def _check_tuned(record: dict[str, Any]) -> None:
@@ -285,7 +215,7 @@ PARTS = {"tuned": _check_tuned, "measured": outcome_of}
 
 def _config(settings: CompareSettings, loaded: Loaded, found: LayerFactors | None) -> dict[str, Any]:
     """All that decides a comparison's results, by content where it is a file's."""
-    files = {name: it for name in ("data", "router", "text") if (it := getattr(settings, name)) is not None}
+    files = {name: it for name in ("data", "router", "text") if (it := settings.flat()[name]) is not None}
     contents = {name: content_sha256(path, f"--{name} ") for name, path in files.items()}
     if found is not None:
         contents["factors"] = found.sha256
@@ -294,78 +224,40 @@ def _config(settings: CompareSettings, loaded: Loaded, found: LayerFactors | Non
 
 
 def _as_record(settings: CompareSettings) -> dict[str, Any]:
-    flags = {name: value for name, value in asdict(settings).items() if name not in ("resume", "overwrite")}
+    flags = {name: value for name, value in settings.flat().items() if name not in ("resume", "overwrite")}
     return {name: str(value) if isinstance(value, Path) else value for name, value in flags.items()}
 
 
 def _names(settings: CompareSettings) -> tuple[str, ...]:
     check_bounds(settings)
-    check_positions(settings.positions)
-    check_once(settings.metrics, "--metrics")
-    if set(settings.methods) == {"all"}:
+    check_positions(settings.questions.positions)
+    check_once(settings.questions.metrics, "--metrics")
+    named = settings.methods.methods
+    if set(named) == {"all"}:
         return NAMES
-    if "all" in settings.methods:
-        raise UserError(f"--methods {' '.join(settings.methods)}: all names every method; give it alone, or leave it out")
-    if unknown := [name for name in settings.methods if name not in NAMES]:
+    if "all" in named:
+        raise UserError(f"--methods {' '.join(named)}: all names every method; give it alone, or leave it out")
+    if unknown := [name for name in named if name not in NAMES]:
         raise UserError(f"--methods {unknown[0]!r} is not known; the methods are: all, {', '.join(NAMES)}")
-    return tuple(dict.fromkeys((BASELINE, *settings.methods)))
+    return tuple(dict.fromkeys((BASELINE, *named)))
 
 
-def _choices(name: str, settings: CompareSettings, loaded: Loaded, found: LayerFactors | None) -> list[Choice]:
-    """The settings to try of a method. Raises UserError for a method that lacks what it needs."""
-    config, budget = loaded.model.config, settings.budget
-
-    def of_factors(make: Callable[[float], Maker], low: float, high: float) -> list[Choice]:
-        return [Choice(f"factor {factor:g}", make(factor)) for factor in np.linspace(low, high, budget).round(4).tolist()]
-
-    if name == BASELINE:
-        return [Choice("", None)]
-    if name == "uniform":
-        return of_factors(position_interpolation, 0.5, 2.0)
-    if name in ("pi", "lpes"):
-        if found is None:
-            raise UserError(f"--methods {name} needs --factors, the factors.json of a search")
-        return [Choice(str(settings.factors), mean_of(found) if name == "pi" else lpes(found))]
-    if name == "dynamic_ntk":
-        return [Choice("factor 2", dynamic_ntk(2.0))]  # inside the window no factor has any effect
-    if name == "ntk_by_base":
-        return of_factors(ntk_by_base, 1.0, 4.0)
-    if name == "yarn":
-        return of_factors(yarn, 1.0, 4.0)
-    if name == "attention_buckets":
-        kinds = [(bases, mix) for bases in BASES for mix in ("logits", "probabilities")][:budget]
-        return [Choice(f"{bases}, {mix}", attention_buckets(bases, mix=mix)) for bases, mix in kinds]
-    if name == "ms_poe":
-        modes: tuple[Literal["paper", "original", "fixed"], ...] = ("paper", "fixed")
-        if config.num_heads == config.num_kv_heads:
-            modes = ("paper", "original", "fixed")
-        return [Choice(mode, ms_poe(mode)) for mode in modes[:budget]]
-    if name == "self_extend":
-        sizes = [(group, window) for window in (128, 256, 512, 1024) for group in (2, 4, 8)][:budget]
-        return [Choice(f"group {group}, window {window}", self_extend(group, window)) for group, window in sizes]
-    if name == "hidden_channel":
-        return _channels(settings, loaded)
-    if settings.router is not None:
-        return [Choice(str(settings.router), moice(Router.load(settings.router)))]
-    length = min(512, config.max_position_embeddings)
-    windows = text_windows(settings.text, loaded.model, loaded.tokenizer, settings.seed, length)
-    router, _ = train_router(
-        loaded.model, windows, steps=settings.router_steps, batch=settings.router_batch, seed=settings.seed
+def _tuning(settings: CompareSettings, loaded: Loaded, found: LayerFactors | None) -> Tuning:
+    router, seed = settings.router, settings.run.seed
+    return Tuning(
+        loaded.model,
+        loaded.tokenizer,
+        budget=settings.methods.budget,
+        seed=seed,
+        factors=found,
+        factors_from=str(settings.factors.factors),
+        router=router.router,
+        text=partial(text_windows, router.text, loaded.model, loaded.tokenizer, seed),
+        text_from="text that the model wrote" if router.text is None else router.text.name,
+        router_steps=router.router_steps,
+        router_batch=router.router_batch,
+        channel_strings=settings.methods.channel_strings,
     )
-    learnt = "text that the model wrote" if settings.text is None else settings.text.name
-    return [Choice(f"router trained on {learnt}", moice(router))]
-
-
-def _channels(settings: CompareSettings, loaded: Loaded) -> list[Choice]:
-    """The paper's order: positional channels with factor 0, then the other factors of the best one."""
-    count = max(1, min(10, settings.budget - len(FACTORS[1:])))
-    channels = positional_channels(loaded.model, loaded.tokenizer, settings.seed, count, settings.channel_strings)
-
-    def choice(channel: int, factor: float, *then: Choice) -> Choice:
-        return Choice(f"channel {channel}, factor {factor:g}", hidden_channel(channel, factor), then)
-
-    more = FACTORS[1:][: settings.budget - len(channels)]
-    return [choice(channel, FACTORS[0], *(choice(channel, factor) for factor in more)) for channel in channels]
 
 
 def _scorer(
@@ -373,22 +265,27 @@ def _scorer(
 ) -> Scorer | OptionScorer | None:
     """What tunes settings; None where the task has no short answers to expect: then the first setting is taken."""
     window = loaded.model.config.max_position_embeddings
-    asked, _ = count_leaky([task.prompt(example, *place) for example in examples for place in places], settings.drop_leaky)
+    asked, _ = count_leaky(
+        [task.prompt(example, *place) for example in examples for place in places], settings.questions.drop_leaky
+    )
     prompts = fit(
         asked,
         loaded.tokenizer,
         window,
         max_prompt_tokens=task.max_prompt_tokens,
-        overlength=settings.overlength,
+        overlength=settings.questions.overlength,
     ).prompts
     if task.decided_by == "options":
         return OptionScorer(
-            loaded.model, loaded.tokenizer, prompts, batch_size=settings.batch_size, individuals=settings.budget
+            loaded.model, loaded.tokenizer, prompts, batch_size=settings.devices.batch_size, individuals=settings.methods.budget
         )
     if not prompts or not short_answers(prompts):
         return None
     return Scorer(
-        loaded.model, encode(prompts, loaded.tokenizer, window), batch_size=settings.batch_size, individuals=settings.budget
+        loaded.model,
+        encode(prompts, loaded.tokenizer, window),
+        batch_size=settings.devices.batch_size,
+        individuals=settings.methods.budget,
     )
 
 
@@ -482,7 +379,7 @@ def _write(
     table_rows, costs = rows(outcomes), "\n".join([*lines, *(f"\n{line}" for line in left_out)])
     compared = differences(record["methods"])
     text = f"{title}\n\n{markdown(table_rows, positions)}\n\n{compared}\n\n{costs}\n"
-    with output.staged(settings.output_path) as folder:
+    with output.staged(settings.run.output_path) as folder:
         write_samples(folder / "samples.jsonl", outcomes)
         picture = u_curve(folder / "positions", positions, curves, title)[1]
         write_text(folder / "results.md", text)
@@ -493,7 +390,8 @@ def _write(
         position_table(table_rows, positions, title),
         Grid("what it costs", header, cells),
         *left_out,
-        f"p is against the baseline, over questions; results.md has it after {corrected}, too. results: {settings.output_path}",
+        f"p is against the baseline, over questions; results.md has it after {corrected}, too. "
+        f"results: {settings.run.output_path}",
     ]
 
 

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,26 +43,13 @@ from lpes_jax.models.llama.tokenizer import added_by_settings, embedded_tokenize
 from lpes_jax.models.zoo import resolve
 from lpes_jax.report.tables import Grid, show
 from lpes_jax.rope import cos_sin
+from lpes_jax.settings.doctor import DoctorSettings
 from lpes_jax.tasks.key_value import KeyValue
 from lpes_jax.tasks.prompts import token_ids
 
 NEW_TOKENS = 16
 NEAR_TIE = {"float32": 1e-3, "float16": 0.03, "bfloat16": 0.25}  # two best logits so close may change places
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-
-
-@dataclass(frozen=True)
-class DoctorSettings:
-    """Which model, and how thoroughly."""
-
-    model: str = "tiny-retriever"
-    """A name in models/zoo, a folder in Hugging Face layout, a .gguf file, or a Hugging Face hub id."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """auto: bfloat16 on a GPU, float32 on a CPU."""
-    num_tokens: int = 400
-    """Tokens of the text that the checks run on."""
-    compare_with_transformers: bool = False
-    """Compare logits and greedy ids with transformers (torch, float32, CPU)."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +68,11 @@ def run_doctor(settings: DoctorSettings) -> list[Check]:
     where torch is asked for and missing.
     """
     check_bounds(settings)
-    if settings.compare_with_transformers:
+    if settings.checks.compare_with_transformers:
         _torch()
-    checkpoint = open_checkpoint(resolve(settings.model))
-    loaded = load(settings.model, settings.dtype)
-    show(Grid(f"{settings.model}: what was understood", None, list(understood(checkpoint, loaded)), right=False))
+    checkpoint = open_checkpoint(resolve(settings.run.model))
+    loaded = load(settings.run.model, settings.checks.dtype)
+    show(Grid(f"{settings.run.model}: what was understood", None, list(understood(checkpoint, loaded)), right=False))
     checks: list[Check] = []
     verdicts: list[tuple[str, str, str]] = []
     styles = {"ok": "green", "FAILED": "red"}
@@ -156,14 +143,14 @@ def understood(checkpoint: Checkpoint, loaded: Loaded) -> Iterator[tuple[str, st
 def self_checks(loaded: Loaded, settings: DoctorSettings) -> Iterator[Check]:
     """The checks, one after the other."""
     model, dtype = loaded.model, loaded.identity["dtype"]
-    tokens = example_tokens(loaded, settings.num_tokens)
+    tokens = example_tokens(loaded, settings.checks.num_tokens)
     yield _tokens_fit(loaded)
     yield _rope_in_float32(model)
     yield _cached_is_full(model, tokens, dtype)
     yield _factor_1_changes_nothing(model, tokens)
     yield _padded_is_single(model, tokens, dtype)
-    yield from _tokens_are_the_files(loaded, resolve(settings.model))
-    if settings.compare_with_transformers:
+    yield from _tokens_are_the_files(loaded, resolve(settings.run.model))
+    if settings.checks.compare_with_transformers:
         yield from _transformers_agrees(loaded, tokens, settings)
 
 
@@ -273,7 +260,7 @@ def _transformers_agrees(loaded: Loaded, tokens: list[int], settings: DoctorSett
     torch = _torch()
     from transformers import AutoModelForCausalLM
 
-    model = loaded.model if loaded.identity["dtype"] == "float32" else load(settings.model, "float32").model
+    model = loaded.model if loaded.identity["dtype"] == "float32" else load(settings.run.model, "float32").model
     count = new_tokens(model.config.max_position_embeddings)
     with tempfile.TemporaryDirectory() as folder, process.cleaning(lambda: shutil.rmtree(folder)):
         save_llama(model, Path(folder))

@@ -3,14 +3,22 @@
 Examples:
   python -m lpes_jax.export --factors RUN/factors.json --output-path OUT
       the bundled model, with the factors that a search found
-  python -m lpes_jax.export --model smollm2-135m-instruct --factors best-kv-5-10-20 --output-path OUT
-      a GGUF file, with factors of the zoo: its weights are written as float32 safetensors
+  python -m lpes_jax.export --model smollm2-135m-instruct --factors gains-mixture --output-path OUT
+      a GGUF file, with gains of the zoo: its weights are written as float32 safetensors
   python -m lpes_jax.export --model DIR --factors RUN/factors.json --copy --output-path OUT
       a folder that can be moved to another machine
+  python -m lpes_jax.export --model model.gguf --factors RUN/factors.json --to gguf --output-path OUT
+      a copy of a .gguf file, for llama.cpp and ollama
 
-OUT gets the model's files (the weights as links, without --copy), config.json with the factors under "lpes_factors",
-factors.json, lpes_torch.py, whose apply_layer_factors(model) puts the factors into a loaded model, and self_test.json: what
-`python OUT/lpes_torch.py` compares torch with. from_pretrained(OUT) alone gives the model without factors.
+--to hf: OUT is a model folder in which the factors are a property of the files. Gains are in the query weights, and factors
+that all layers share in a RoPE of type longrope: a folder like any other, for any server. Other factors are in a modeling file,
+which transformers, vLLM and SGLang run with trust_remote_code; without it the folder does not load. `python OUT/self_test.py`
+compares transformers with self_test.json, which has prompts and log-probabilities for other servers too.
+
+--to hf-hook: the model as it is, the factors in config.json, and lpes_torch.py, whose apply_layer_factors(model) puts them into
+a loaded model (`python OUT/lpes_torch.py` is its self-test). from_pretrained(OUT) alone gives the model without factors.
+
+Weights that do not change are links, without --copy.
 
 This file checks what is asked, and puts the folder in place, whole or not at all; `lpes_jax.ship` has a module for each form.
 """
@@ -21,9 +29,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from safetensors import SafetensorError
 
@@ -37,36 +43,17 @@ from lpes_jax.models.llama.tokenizer import load_tokenizer
 from lpes_jax.models.zoo import resolve
 from lpes_jax.report.tables import show
 from lpes_jax.same_model import check_model
+from lpes_jax.settings.export import ExportSettings
 from lpes_jax.ship.gguf_patch import write_gguf_folder
+from lpes_jax.ship.hf import write_hf_folder
 from lpes_jax.ship.hook import write_hook_folder
 from lpes_jax.store import output
 from lpes_jax.store.files import unwritable, write_json
 from lpes_jax.store.provenance import environment
 
 _RECORD = "exported.json"  # what a folder was made of
+_WRITERS = {"hf": write_hf_folder, "hf-hook": write_hook_folder, "gguf": write_gguf_folder}
 _TOLD_BY = (_RECORD, "lpes_torch.py")  # an exported folder; lpes_torch.py alone: of the first release
-
-
-@dataclass(frozen=True)
-class ExportSettings:
-    """What to write, and where."""
-
-    model: str = "tiny-retriever"
-    """A name in models/zoo, a folder in Hugging Face layout, a .gguf file, or a Hugging Face hub id."""
-    factors: Path | None = None
-    """factors.json of a search, or the zoo's by name (MODEL/NAME)."""
-    output_path: Path = Path("runs/export")
-    """Folder to write; it must not exist, or be empty (where it is not given and taken: runs/export-2, ...)."""
-    overwrite: bool = False
-    """Replace the exported model in --output-path."""
-    to: Literal["hf", "hf-hook", "gguf"] = "hf"
-    """hf, hf-hook: a folder for transformers on torch. gguf: a copy of a .gguf file with the gains in its weights."""
-    copy: bool = False
-    """Copy the weights instead of linking to them."""
-    no_self_test: bool = False
-    """Record no logits: for models that do not fit into memory as float32."""
-    other_model: bool = False
-    """Take factors that were found for another model (other sizes, RoPE or tokenizer), as far as their shape fits."""
 
 
 def run_export(settings: ExportSettings) -> Path:
@@ -76,15 +63,15 @@ def run_export(settings: ExportSettings) -> Path:
     another's, and where the model cannot be loaded.
     """
     check_bounds(settings)
-    target = settings.output_path
-    if settings.factors is None:
+    target = settings.run.output_path
+    if settings.factors.factors is None:
         raise UserError("--factors: give the factors.json of a search, or factors of the zoo by name (MODEL/NAME)")
-    output.check(target, "export", overwrite=settings.overwrite)
+    output.check(target, "export", overwrite=settings.run.overwrite)
     replaces = any((target / name).exists() for name in _TOLD_BY)
     if target.exists() and any(target.iterdir()) and not replaces:
         raise UserError(f"--output-path {target}: exists and is not empty; give another, or remove it")
-    factors = LayerFactors.load(settings.factors)
-    source = resolve(settings.model)
+    factors = LayerFactors.load(settings.factors.factors)
+    source = resolve(settings.run.model)
     if replaces and target.resolve() in (source.resolve(), *source.resolve().parents):
         raise UserError(f"--output-path {target} holds the model that is to be exported; give another folder")
     checkpoint = open_checkpoint(source)
@@ -95,28 +82,27 @@ def run_export(settings: ExportSettings) -> Path:
         checkpoint.config,
         tokenizer=tokenizer,
         sha256=sha256,
-        other_model=settings.other_model,
-        where=str(settings.factors),
+        other_model=settings.factors.other_model,
+        where=str(settings.factors.factors),
     )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _temporary(target) as temporary:
             folder = Path(temporary) / "export"
             folder.mkdir()
-            write = write_gguf_folder if settings.to == "gguf" else write_hook_folder
-            lines = write(
+            lines = _WRITERS[settings.files.to](
                 checkpoint,
                 tokenizer,
                 folder,
                 factors,
                 found_for=found_for,
-                copy=settings.copy,
-                self_test=not settings.no_self_test,
+                copy=settings.files.copy,
+                self_test=not settings.files.no_self_test,
             )
             record = {
-                "to": settings.to,
-                "model": {"name": settings.model, "sha256": sha256},
-                "factors": {"name": str(settings.factors), "sha256": factors.sha256, "found_for": found_for},
+                "to": settings.files.to,
+                "model": {"name": settings.run.model, "sha256": sha256},
+                "factors": {"name": str(settings.factors.factors), "sha256": factors.sha256, "found_for": found_for},
                 "versions": environment()["versions"],
             }
             write_json(folder / _RECORD, record)

@@ -27,7 +27,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Listener, wait
 from typing import Any, NoReturn, TypeVar
@@ -39,6 +38,7 @@ from jax.experimental import multihost_utils
 from lpes_jax import process
 from lpes_jax.errors import UserError
 from lpes_jax.limits import check_bounds
+from lpes_jax.settings.groups import HostSettings
 
 _WAIT = 10  # seconds between two lines that say so
 _HEARTBEAT = 40  # seconds without a sign of life after which JAX gives a process up
@@ -46,23 +46,7 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # secon
 Value = TypeVar("Value")
 
 
-@dataclass(frozen=True)
-class HostFlags:
-    """Several processes, on one host or many; each is started with the same flags, but for --process-id."""
-
-    coordinator_address: str | None = None
-    """HOST:PORT by which all reach process 0; any free port of its host."""
-    num_processes: int | None = None
-    """How many there are."""
-    process_id: int | None = None
-    """Which of them this is, from 0, which writes the files and prints."""
-    distributed: bool = False
-    """In place of these three: what JAX finds in a cluster's environment (SLURM, Open MPI, ...)."""
-    start_timeout: int = 300
-    """Seconds to wait at the start until all are there."""
-
-
-def start(flags: HostFlags) -> None:
+def start(flags: HostSettings) -> None:
     """Meet the other processes, if the flags name any. Before anything that makes JAX look for its devices.
 
     Raises UserError for flags that cannot be, or devices that are not as many in each process; where the others do not come
@@ -110,7 +94,7 @@ def start(flags: HostFlags) -> None:
     late.cancel()
 
 
-def check(flags: HostFlags) -> bool:
+def check(flags: HostSettings) -> bool:
     """Do the flags name other processes? Raises UserError where they clash."""
     check_bounds(flags)
     three = {name: getattr(flags, name) for name in ("coordinator_address", "num_processes", "process_id")}
@@ -224,7 +208,7 @@ def _waiting(for_what: str) -> Iterator[None]:
         over.set()
 
 
-def _too_late(flags: HostFlags) -> None:
+def _too_late(flags: HostSettings) -> None:
     where = f"--coordinator-address {flags.coordinator_address}" if flags.coordinator_address else "--distributed"
     many = f"the {flags.num_processes} processes" if flags.num_processes else "the processes"
     line = (

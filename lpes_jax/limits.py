@@ -12,7 +12,7 @@ import os
 import re
 import typing
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -121,15 +121,19 @@ BOUNDS: dict[str, Bound] = {
 
 
 def check_bounds(settings: Any, prefix: str = "--") -> None:
-    """Raise UserError where a number of a dataclass is out of `BOUNDS`, or a text or path is none that a system can take.
+    """Raise UserError where a number of a dataclass, or of one inside it, is out of `BOUNDS`, or a text or path is none that a
+    system can take.
 
     The message names the flag (`prefix` and the field's name), the value and the bound. Fields that have no bounds are left
     alone (`weights` have to sum to 1), None is no number, and of a tuple each element counts.
     """
     kinds = numbers_of(type(settings))
     for field in fields(settings):
-        flag = flag_of(field.name, prefix)
-        for value in _leaves(getattr(settings, field.name)):
+        flag, of_field = flag_of(field.name, prefix), getattr(settings, field.name)
+        if is_dataclass(of_field):
+            check_bounds(of_field, prefix)
+            continue
+        for value in _leaves(of_field):
             if isinstance(value, str) and field.name in kinds and (ends := re.fullmatch(r"(\d{1,9}):(\d{1,9})", value)):
                 for end in map(int, ends.groups()):  # lengths from a range
                     check_number(flag, end, BOUNDS[field.name], kinds[field.name])
@@ -189,10 +193,15 @@ def check_path(what: str, path: str | Path) -> None:
 
 @cache
 def numbers_of(settings: type) -> dict[str, type]:
-    """The fields of a dataclass that hold numbers, with the kind: int, or float where a fraction may stand."""
+    """The fields of a dataclass, and of those inside it, that hold numbers, and their kind: int, or float for fractions."""
     hints = typing.get_type_hints(settings)
-    kinds = {field.name: set(_types(hints[field.name])) for field in fields(settings)}
-    return {name: float if float in of_field else int for name, of_field in kinds.items() if of_field & {int, float}}
+    found: dict[str, type] = {}
+    for field in fields(settings):
+        if isinstance(hint := hints[field.name], type) and is_dataclass(hint):
+            found |= numbers_of(hint)
+        elif (kinds := set(_types(hint))) & {int, float}:
+            found[field.name] = float if float in kinds else int
+    return found
 
 
 def flag_of(name: str, prefix: str = "--") -> str:

@@ -10,31 +10,69 @@ The harness finds no models by itself: its `lm_eval` command knows this one only
 are encoded, cut and stopped as the harness's own `hf` model does it, and prompts that begin alike share what they share.
 Generation is greedy. With RoPE of the types `dynamic` and `longrope`, the longest request of a call decides for all.
 
+`--model_args` takes all that `hf` takes (0.4.13), with its meaning there, or refuses it in one line:
+
+    pretrained          a model, as every verb's --model
+    revision            branch, tag or commit of a hub model (and of a hub tokenizer); what is not on the hub has none
+    tokenizer           in the place of the model's own: a zoo name, a folder, a .gguf file or a hub id
+    dtype               auto (bfloat16 on a GPU, float32 on a CPU), float32, bfloat16, float16
+    batch_size          requests a pass, or auto, by the device's memory (auto:N is the same)
+    max_length          tokens of a request that the model sees at most; by default its window
+    add_bos_token       true or false, where the tokenizer's own habit is not wanted
+    prefix_token_id     what the first token of a text is predicted from; by default BOS, else EOS
+    enable_thinking     true or false, for the chat template. With true, tasks of log-likelihoods are refused
+    think_end_token     what ends the thoughts: an id, or a text. The answer is what follows its last occurrence
+    chat_template_args  more variables for the chat template, as {"reasoning_effort": "low"}; `chat_template` names or is one.
+                        The command line wants a space before it: --model_args pretrained=M 'chat_template_args={"x": 1}'
+
+    factors, other_model, max_gen_toks
+                        ours: a factors.json or the zoo's by name; to take those of another model; new tokens where a task
+                        does not say how many
+
+These change nothing here: device (JAX takes the device that it finds; JAX_PLATFORMS chooses), max_batch_size, logits_cache,
+trust_remote_code (code that comes with a model is never run) and offload_folder. Others are taken with the values that change
+nothing, such as backend=causal or parallelize=False, and refused otherwise, with the way out. Arguments that `hf` would pass on
+to transformers (load_in_8bit, ...) are refused.
+
+It differs from `hf` in this:
+
+- An argument of --model_args that is a flag as well (batch_size, device) is no error, unless the two disagree.
+- With a think_end_token, stop texts end the answer and not the thoughts, for every batch size. `hf` stops where all texts of a
+  batch hold a stop text, wherever that is.
+- A think_end_token that no decoded text has (a special token, as text) is refused; its id is what works.
+- --apply_chat_template NAME renders the template of that name; `hf` records the name and renders the default.
+- A file of --use_cache holds the answers of one model with its factors and settings; those of another are refused.
+
 Needs the extra `lm-eval` (lm-evaluation-harness 0.4.13 or later).
 """
 
+import hashlib
 import json
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from lpes_jax.cli import fail
+from lpes_jax import process
+from lpes_jax.cli import fail, full_memory
+from lpes_jax.compilation import keep_programs
 from lpes_jax.errors import UserError
 from lpes_jax.factors import LayerFactors
 from lpes_jax.finite import not_finite
 from lpes_jax.generation import generate_ids
-from lpes_jax.memory import tokens_that_fit, tokens_worth_it
-from lpes_jax.models.llama import load
+from lpes_jax.lm_eval_arguments import read_arguments
+from lpes_jax.memory import out_of_memory, tokens_that_fit, tokens_worth_it
+from lpes_jax.models.llama import load, templates
 from lpes_jax.models.llama.method import of_table
 from lpes_jax.models.llama.model import check_ids
 from lpes_jax.prefixes import padded, round_up
-from lpes_jax.same_model import check_loaded
+from lpes_jax.same_model import check_loaded, tokenizer_sha256
 from lpes_jax.scoring import Scorer
 from lpes_jax.tasks.prompts import EncodedPrompt
 from lpes_jax.text_nll import token_nll
@@ -49,7 +87,7 @@ try:
         normalize_gen_kwargs,
         postprocess_generated_text,
     )
-    from lm_eval.utils import get_rolling_token_windows  # pyright: ignore[reportMissingImports]
+    from lm_eval.utils import get_rolling_token_windows, simple_parse_args_string  # pyright: ignore[reportMissingImports]
     from tqdm import tqdm
 except ImportError as error:
     message = f"lpes_jax.lm_eval needs lm-evaluation-harness ({error}): pip install 'lpes-jax[lm-eval]'"
@@ -58,53 +96,102 @@ except ImportError as error:
     raise UserError(message) from error
 
 _CHUNK = 256  # positions of a row whose logits are in memory together
+_NEW_TOKENS = 256  # of an output, as `hf` has it
 _GREEDY = ("do_sample", "temperature", "top_p", "top_k", "until", "max_gen_toks")  # what greedy generation takes or can ignore
+_NO_EFFECT = {  # values of other settings that change nothing
+    **{"num_beams": (1, None), "num_return_sequences": (1, None), "repetition_penalty": (1, None)},
+    **{"length_penalty": (1, None), "no_repeat_ngram_size": (0, None), "use_cache": (True, None), "min_p": (0, None)},
+}
+_DEFAULTS_OF_FLAGS = (1, "cuda:0")  # of the harness's --batch_size and --device
+_ANSWERS_OF = "lpes_jax"  # the key in a file of --use_cache under which it says whose answers it holds
 
 
 @register_model("lpes_jax")
 class LayerFactorsLM(TemplateLM):
-    """A model with factors for the harness.
+    """A model with factors for the harness; the arguments stand at the top of this file.
 
-    pretrained: as every verb's `--model`. factors: a factors.json, or the zoo's by name; other_model=True takes those that were
-    found for another model, as far as their shape fits. batch_size: requests a pass, `auto`
-    (or None) by the device's memory. max_length: tokens of a request that the model sees at most (default: its window).
-    add_bos_token: where the tokenizer's own habit is not wanted. max_batch_size and device, which the harness gives to every
-    model, are left aside: JAX takes the device that it finds (JAX_PLATFORMS). Raises UserError as `load` and
-    `LayerFactors.load` do.
+    Raises UserError for an argument that cannot be, and as `load` and `LayerFactors.load` do.
     """
 
-    def __init__(
-        self,
-        pretrained: str = "tiny-retriever",
-        factors: str | None = None,
-        dtype: Literal["auto", "float32", "bfloat16"] = "auto",
-        batch_size: int | str | None = None,
-        max_length: int | None = None,
-        add_bos_token: bool | None = None,
-        prefix_token_id: int | None = None,
-        max_gen_toks: int = 256,
-        max_batch_size: int | None = None,
-        device: str | None = None,
-        other_model: bool = False,
-    ):
+    def __init__(self, pretrained: Any = "tiny-retriever", factors: Any = None, **arguments: Any):
         super().__init__()
-        self._batch_size = (
-            None if batch_size is None or str(batch_size).startswith("auto") else _whole("batch_size", batch_size)
-        )
-        for name, value in (("max_length", max_length), ("max_gen_toks", max_gen_toks)):
-            if value is not None:
-                _whole(name, value)
-        found = None if factors is None else LayerFactors.load(factors)
-        loaded = load(pretrained, dtype)
+        settings = read_arguments({"pretrained": pretrained, "factors": factors, **arguments})
+        _say_of_device(settings.device)
+        found = None if settings.factors is None else LayerFactors.load(settings.factors)
+        loaded = load(settings.pretrained, settings.dtype, revision=settings.revision, tokenizer=settings.tokenizer)
         config = loaded.model.config
+        self._settings, self._loaded, self._model = settings, loaded, loaded.model
         self.tokenizer: Any = loaded.tokenizer
-        self.max_gen_toks, self._loaded, self._model = max_gen_toks, loaded, loaded.model
         self._factors = LayerFactors.uniform(1.0, config.num_layers) if found is None else found
-        self._factors_model = None if found is None else check_loaded(found, loaded, str(factors), other_model)
-        self.max_length = config.max_position_embeddings if max_length is None else max_length
-        self._add_bos_token = add_bos_token
-        prefixes = (prefix_token_id, self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
+        self._factors_model = None
+        if found is not None:
+            self._factors_model = check_loaded(found, loaded, str(settings.factors), bool(settings.other_model))
+        self._batch_size = settings.batch_size
+        self.max_length = settings.max_length or config.max_position_embeddings
+        self.max_gen_toks = settings.max_gen_toks or _NEW_TOKENS
+        self._check_tokens()
+        prefixes = (settings.prefix_token_id, self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
         self._prefix_token_id = next((token for token in prefixes if token is not None), None)
+        self._template_args = dict(settings.chat_template_args)
+        if settings.enable_thinking is not None:
+            self._template_args["enable_thinking"] = settings.enable_thinking
+        self._template: Any = self._template_args.pop("chat_template", None)
+        self._without_system = False  # was a chat's system part left out?
+
+    @classmethod
+    def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> "LayerFactorsLM":
+        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
+
+    @classmethod
+    def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> "LayerFactorsLM":
+        """As the harness makes it, from --model_args and the flags --batch_size, --max_batch_size and --device.
+
+        Where both say something, --model_args wins over a flag that has its default. Raises UserError where they differ.
+        """
+        flags = {name: value for name, value in (additional_config or {}).items() if value is not None}
+        for name in flags.keys() & arg_dict.keys():
+            if flags[name] not in _DEFAULTS_OF_FLAGS and str(flags[name]) != str(arg_dict[name]):
+                raise UserError(
+                    f"--{name} is {flags[name]} and {name} in --model_args {arg_dict[name]!s:.40}; give one of them"
+                )
+        return cls(**(flags | arg_dict))
+
+    def _check_tokens(self) -> None:
+        """Raise UserError for ids that no embedding has, and for an end of thoughts that no decoded text has."""
+        rows, thoughts = self._model.config.vocab_size, self._settings.think_end_token
+        for name, token in (("prefix_token_id", self._settings.prefix_token_id), ("think_end_token", thoughts)):
+            if isinstance(token, int) and not 0 <= token < rows:
+                raise UserError(
+                    f"{name} in --model_args is {token}, but the model's embedding has {rows} rows, 0 to {rows - 1}"
+                )
+        if self._settings.tokenizer is not None and self.tokenizer.vocab_size > rows:
+            raise UserError(
+                f"tokenizer in --model_args has {self.tokenizer.vocab_size} tokens, but the model's embedding has {rows} rows; "
+                "is it the tokenizer of this model?"
+            )
+        added = self.tokenizer.added_tokens_decoder if isinstance(thoughts, str) else {}
+        if special := [token for token, of in added.items() if of.special and of.content in str(thoughts)]:
+            raise UserError(
+                f"think_end_token in --model_args: {thoughts!r:.60} holds a special token, which is left out where ids become "
+                f"text; give the id of its last token, think_end_token={special[-1]}"
+            )
+
+    def set_cache_hook(self, cache_hook: Any) -> None:
+        """Raises UserError for a file of --use_cache with answers that another model, or this one set otherwise, gave."""
+        super().set_cache_hook(cache_hook)
+        if (kept := cache_hook.dbdict) is None:
+            return
+        settings, identity = self._settings, self._loaded.identity
+        facts = [identity["sha256"], identity["dtype"], tokenizer_sha256(self.tokenizer), self._factors.numbers]
+        facts += [self.max_length, self.max_gen_toks, settings.add_bos_token, self._prefix_token_id, settings.think_end_token]
+        ours = hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
+        if len(kept) == 0:
+            kept[_ANSWERS_OF] = ours
+        if kept.get(_ANSWERS_OF) != ours:
+            raise UserError(
+                f"--use_cache: {kept.filename} holds the answers of another model, other factors or other settings; "
+                "give each its own path"
+            )
 
     @property
     def eot_token_id(self) -> int | None:
@@ -119,15 +206,32 @@ class LayerFactorsLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        return str(self._loaded.identity["name"]).replace("/", "__")
+        """What the harness names prompts by that it keeps (--cache_requests): the tokenizer, and what changes its chats."""
+        name = self._settings.tokenizer if isinstance(self._settings.tokenizer, str) else self._loaded.identity["name"]
+        if not self._template_args and self._template is None:
+            return str(name).replace("/", "__")
+        of_chats = json.dumps([self._template, self._template_args], sort_keys=True, default=str)
+        return f"{name}-{hashlib.sha256(of_chats.encode()).hexdigest()[:16]}".replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **ignored: Any) -> list[int]:
         """Ids of a text, with the tokenizer's own special tokens unless told otherwise or where the text begins with them."""
-        special = self._add_bos_token if add_special_tokens is None else add_special_tokens
+        special = self._settings.add_bos_token if add_special_tokens is None else add_special_tokens
         prefix = None if self._prefix_token_id is None else self.tokenizer.decode([self._prefix_token_id])
         if add_special_tokens is None and has_bos_prefix(string, prefix):
             special = False
         return self.tokenizer.encode(string, **({} if special is None else {"add_special_tokens": special}))
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """(log p of the continuation, is it the greedy one) of each (context, continuation)."""
+        if self._settings.enable_thinking:
+            tasks = sorted({str(request.task_name) for request in requests if getattr(request, "task_name", None)})
+            raise UserError(
+                f"enable_thinking: {', '.join(tasks) or 'a task'} scores given answers, before which a model has no thoughts; "
+                "leave enable_thinking out, or take tasks that generate"
+            )
+        if any(request.args == ("", "") for request in requests):
+            raise UserError("a request has neither a context nor a continuation; the model scores at least 1 token")
+        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **ignored: Any
@@ -145,7 +249,14 @@ class LayerFactorsLM(TemplateLM):
             prompts.append(EncodedPrompt(kept, [continuation]))
         with _progress("loglikelihood", len(prompts), disable_tqdm) as on_prompts:
             scorer = Scorer(self._model, prompts, batch_size=self._batch_size)
-            correct, log_likelihood = scorer(self._factors.factors[None], self._factors.granularity, on_prompts)
+            found = self._factors
+            correct, log_likelihood = scorer(
+                found.factors[None],
+                found.granularity,
+                on_prompts,
+                gains=None if found.gains is None else found.gains[None],
+                gains_granularity=found.gains_granularity or "layer",
+            )
             if len(bad := np.flatnonzero(~np.isfinite(log_likelihood[0]))):
                 raise not_finite(self._model, scorer.sequences(int(bad[0])), self._factors)
         answers = list(zip(log_likelihood[0].tolist(), (bool(it) for it in correct[0]), strict=True))
@@ -210,12 +321,21 @@ class LayerFactorsLM(TemplateLM):
 
     def _generated(self, requests: list[Any], on_prompts: Callable[[int], None]) -> list[str]:
         """Of requests with the same settings."""
-        settings = normalize_gen_kwargs(requests[0].args[1], self.max_gen_toks)
-        unknown = [name for name in settings if name not in _GREEDY]
-        if settings["do_sample"] or unknown:
-            raise UserError(f"generation is greedy here: no {(unknown or ['do_sample'])[0]}; take it out, or give --gen_kwargs")
+        given = requests[0].args[1]
+        try:
+            settings = normalize_gen_kwargs(given, self.max_gen_toks)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise UserError(f"--gen_kwargs, or the task's generation_kwargs: a value is of the wrong kind ({error})") from error
+        unknown = [name for name in settings if name not in _GREEDY and settings[name] not in _NO_EFFECT.get(name, ())]
+        if settings["do_sample"]:
+            unknown.append("do_sample" if given.get("do_sample") else "temperature")
+        if unknown:
+            raise UserError(f"generation is greedy here: no {unknown[0]}; take it out, or give other --gen_kwargs")
+        if wrong := [text for text in settings["until"] if text is not None and not isinstance(text, str)]:
+            raise UserError(f"until holds {wrong[0]!r:.40}, which is not a text; quote it in --gen_kwargs")
         eos = None if self.eot_token_id is None else self.tokenizer.decode([self.eot_token_id])
-        until, new = handle_stop_sequences(settings["until"], eos=eos), settings["max_gen_toks"]
+        until = handle_stop_sequences([text for text in settings["until"] if text], eos=eos)
+        new, thoughts = settings["max_gen_toks"], self._settings.think_end_token
         room = self.max_length - new
         if room < 1:
             raise UserError(f"max_gen_toks {new} leaves no room for a prompt in the {self.max_length} tokens of the model")
@@ -224,13 +344,17 @@ class LayerFactorsLM(TemplateLM):
             [(self.tok_encode(request.args[0]) or [self.prefix_token_id])[-room:] for request in requests],
             factors=self._factors,
             max_new_tokens=new,
-            stop=sorted({*self._loaded.stop_ids, *self._ids_with(until)}),
+            stop=sorted({*self._loaded.stop_ids, *(self._ids_with(until) if thoughts is None else ())}),
             keep_stop=True,
             batch_size=self._batch_size,
             on_prompts=on_prompts,
         )
+        if isinstance(thoughts, int):
+            ids = [_behind_last(of_text, thoughts) for of_text in ids]
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        return [postprocess_generated_text(text, until, think_end_token=None) for text in texts]
+        if isinstance(thoughts, int):
+            texts, thoughts = [text.lstrip() for text in texts], None
+        return [postprocess_generated_text(text, until, think_end_token=thoughts) for text in texts]
 
     def _ids_with(self, until: Sequence[str]) -> list[int]:
         """Ids whose text has one of these in it: nothing behind them is read. Texts of several tokens stop nothing early."""
@@ -239,18 +363,67 @@ class LayerFactorsLM(TemplateLM):
         start = len(self.tokenizer.decode(before))
         return [at for at, text in enumerate(texts) if any(end and end in text[start:] for end in until)]
 
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The prompt that the tokenizer's template makes of a chat; without its system part, where the template refuses one."""
-        how: dict[str, Any] = {
-            "tokenize": False,
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": not add_generation_prompt,
-        }
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The template of --apply_chat_template [NAME], for the harness's record; chats are rendered by it from here on.
+
+        Raises UserError for a tokenizer without a template, and for a name that it does not have.
+        """
+        if not chat_template:
+            return None
+        by_name = self.tokenizer.chat_template
+        if isinstance(chat_template, str) and isinstance(by_name, dict):
+            if chat_template not in by_name:
+                raise UserError(
+                    f"--apply_chat_template {chat_template:.60}: the tokenizer's chat templates are {', '.join(by_name)}"
+                )
+            self._template = chat_template
+        elif isinstance(chat_template, str) and chat_template != "default" and by_name is not None:
+            raise UserError(f"--apply_chat_template {chat_template:.60}: the tokenizer has one chat template; give no name")
+        return self._chosen_template()
+
+    def _chosen_template(self) -> str:
         try:
-            return str(self.tokenizer.apply_chat_template(chat_history, **how))
-        except TemplateError:
+            template = self.tokenizer.get_chat_template(self._template, self._template_args.get("tools"))
+        except ValueError as error:
+            raise UserError(
+                "--apply_chat_template: the tokenizer has no chat template, or several and no default; leave the flag out, "
+                "name one behind it, or give another tokenizer in --model_args"
+            ) from error
+        if not isinstance(template, str) or "{" not in template:  # it would be the prompt as it stands
+            raise UserError(f"--apply_chat_template: {template!r:.60} is neither a chat template nor the name of one")
+        return template
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The prompt that the template makes of a chat; without its system part, where the template refuses one.
+
+        Raises UserError for a template that fails, or takes more than templates need (`lpes_jax.models.llama.templates`).
+        """
+        try:
+            return self._rendered(chat_history, add_generation_prompt)
+        except TemplateError as error:
             without = [message for message in chat_history if message["role"] != "system"]
-            return str(self.tokenizer.apply_chat_template(without, **how))
+            if len(without) == len(chat_history):
+                raise _fails(error) from error
+        if not self._without_system:
+            self._without_system = True
+            print("note: --apply_chat_template: the template refuses the system part, which is left out", file=sys.stderr)
+        try:
+            return self._rendered(without, add_generation_prompt)
+        except TemplateError as error:
+            raise _fails(error) from error
+
+    def _rendered(self, chat_history: list[dict[str, str]], add_generation_prompt: bool) -> str:
+        """Raises TemplateError where the template says no."""
+        how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
+        template = self._chosen_template()
+        try:
+            text = templates.render(self.tokenizer, chat_history, template=template, **how, **self._template_args)
+            text.encode()  # halves of surrogate pairs are no text
+        except TemplateError:
+            raise
+        except Exception as error:  # templates are programs: they raise what they like
+            raise _fails(error) from error
+        return text
 
     def get_model_info(self) -> dict[str, Any]:
         """What the harness's results say of the model."""
@@ -258,17 +431,31 @@ class LayerFactorsLM(TemplateLM):
         return {
             "model_num_parameters": sum(leaf.size for leaf in jax.tree.leaves(nnx.state(self._model))),
             "model_dtype": identity["dtype"],
+            "model_revision": self._settings.revision or "main",
             "model_sha": identity["sha256"],
             "lpes_factors": self._factors.numbers,
             "lpes_factors_model": self._factors_model,
         }
 
 
-def _whole(name: str, value: int | str) -> int:
-    """A count of the model's arguments. Raises UserError for one that is no whole number from 1 on."""
-    if not str(value).isdecimal() or int(value) < 1:
-        raise UserError(f"{name} in --model_args must be a whole number from 1 on, got {value!r:.40}")
-    return int(value)
+def _say_of_device(device: str | None) -> None:
+    """A note where --device names another device than JAX takes. The flag's default is left aside without one."""
+    backend = jax.default_backend()
+    if device not in (None, *_DEFAULTS_OF_FLAGS, "cuda", backend, f"{backend}:0"):
+        print(f"note: --device {device:.40} is left aside: JAX runs on {backend} (JAX_PLATFORMS chooses)", file=sys.stderr)
+
+
+def _behind_last(ids: list[int], token: int) -> list[int]:
+    """What follows the last `token`; all where there is none."""
+    return ids[len(ids) - ids[::-1].index(token) :] if token in ids else ids
+
+
+def _fails(error: Exception) -> UserError:
+    reason = " ".join(str(error).split())[:200] or type(error).__name__
+    return UserError(
+        f"--apply_chat_template: the chat template fails ({reason}); leave the flag out, or give another template as "
+        "chat_template in chat_template_args"
+    )
 
 
 @contextmanager
@@ -287,11 +474,30 @@ def main() -> int:
     from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]
 
     try:
+        process.check_devices()
+        keep_programs()
         cli_evaluate()
     except UserError as error:
         return fail(str(error))
+    except jax.errors.JaxRuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        return full_memory()
+    except Exception as error:
+        if not _of_the_command_line(error):
+            raise
+        return fail(f"{error}" or type(error).__name__)
     return 0
 
 
+def _of_the_command_line(error: Exception) -> bool:
+    """Did the harness refuse what stands on its command line, or in the file of --config?"""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = [frame.f_globals.get("__name__", "") for frame in frames]
+    at_once = modules[-1] == "lm_eval.evaluator" and frames[-1].f_code.co_name == "simple_evaluate"
+    readers = {"lm_eval._cli.utils", "lm_eval.config.evaluate_config", "lm_eval.api.registry"}
+    return at_once or not readers.isdisjoint(modules)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(process.ended(main()))

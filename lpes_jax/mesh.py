@@ -13,11 +13,9 @@ Within `over_population` the population axis is manual and the model axis automa
 split, and adds up what the devices of a model have. So every function of the model, and its gradient, is right with any mesh.
 Attention alone is called on the heads of a device, by `over_heads`: cuDNN's kernel knows nothing of meshes.
 
-What the weights' rules split: queries, keys, values, gate and up by their outputs, that is by heads and channels; output and
-down by their inputs. The rest (embedding, head, norms) is everywhere whole.
+Which weights the model axis splits is said beside the model, in `lpes_jax.models.llama.sharding`.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, TypeVar
@@ -33,8 +31,6 @@ from lpes_jax.errors import UserError
 Tree = TypeVar("Tree")
 
 EVERYWHERE, BY_POPULATION = PartitionSpec(), PartitionSpec("population")
-_BY_OUTPUT = ("query", "key", "value", "gate", "up")
-_BY_INPUT = ("output", "down")
 
 
 def make_mesh(model_axis: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
@@ -46,20 +42,9 @@ def make_mesh(model_axis: int = 1, devices: Sequence[Any] | None = None) -> Mesh
     if model_axis < 1 or len(devices) % model_axis:
         raise UserError(
             f"--model-axis {model_axis}: does not divide the number of devices, {len(devices)}; "
-            f"it can be {_divisors(len(devices))}"
+            f"it can be {divisors(len(devices))}"
         )
     return Mesh(np.array(devices).reshape(-1, model_axis), ("population", "model"), axis_types=(AxisType.Auto,) * 2)
-
-
-def check_model_axis(mesh: Mesh, num_kv_heads: int, intermediate_size: int) -> None:
-    """Raise UserError where a model of this shape cannot be split over the model axis."""
-
-    both, model_axis = math.gcd(num_kv_heads, intermediate_size), mesh.shape["model"]
-    if both % model_axis:
-        raise UserError(
-            f"--model-axis {model_axis}: does not divide the model's {num_kv_heads} key-value heads and its intermediate size "
-            f"of {intermediate_size}; it can be {_divisors(math.gcd(both, mesh.size))}"
-        )
 
 
 def mesh_of(model: nnx.Module) -> Mesh | None:
@@ -87,24 +72,6 @@ def over_heads(function: Callable[..., Any], by_heads: Sequence[jax.Array], othe
     heads = PartitionSpec(None, None, "model")
     specs = (*(heads for _ in by_heads), *(jax.tree.map(lambda _: EVERYWHERE, other) for other in others))
     return jax.shard_map(function, in_specs=specs, out_specs=heads, axis_names=free, check_vma=False)(*by_heads, *others)
-
-
-def weight_spec(path: tuple[Any, ...]) -> PartitionSpec:
-    """How the leaf of `Llama` with this path is split over the model axis: `("layers", "query_bias")`, say."""
-    name = str(path[-1])
-    if name.removesuffix("_bias") in _BY_OUTPUT:
-        return PartitionSpec(None, "model") if name.endswith("_bias") else PartitionSpec(None, None, "model")
-    return PartitionSpec(None, "model") if name in _BY_INPUT else EVERYWHERE
-
-
-def put_model(model: Any, mesh: Mesh) -> Any:
-    """A `Llama` on a mesh; nothing is copied that is there already. UserError where it cannot be split so."""
-    check_model_axis(mesh, model.config.num_kv_heads, model.config.intermediate_size)
-    graph, state = nnx.split(model)
-    leaves = [
-        (path, leaf.replace(put(leaf[...], NamedSharding(mesh, weight_spec(path))))) for path, leaf in nnx.to_flat_state(state)
-    ]
-    return nnx.merge(graph, nnx.from_flat_state(leaves))
 
 
 def on_one_device(model: Any) -> Any:
@@ -157,5 +124,6 @@ def least(value: int) -> int:
     return int(np.ascontiguousarray(halves).view(np.int64).min())
 
 
-def _divisors(number: int) -> str:
+def divisors(number: int) -> str:
+    """All of them, for a message."""
     return ", ".join(str(divisor) for divisor in range(1, number + 1) if number % divisor == 0)

@@ -33,10 +33,11 @@ from lpes_jax.factors import LayerFactors
 from lpes_jax.finite import not_finite
 from lpes_jax.inputs import checked_factors
 from lpes_jax.memory import out_of_memory, pass_bytes, planned_memory, tokens_of_a_compilation, tokens_that_fit, tokens_worth_it
-from lpes_jax.mesh import BY_POPULATION, EVERYWHERE, least, make_mesh, mesh_of, over_population, put, put_model, to_host
+from lpes_jax.mesh import BY_POPULATION, EVERYWHERE, least, make_mesh, mesh_of, over_population, put, to_host
 from lpes_jax.models.llama.method import Method, of_table
 from lpes_jax.models.llama.model import Llama, check_ids, hidden_states, method_logits, over_tables
 from lpes_jax.models.llama.prefix import states_read
+from lpes_jax.models.llama.sharding import put_model
 from lpes_jax.prefixes import (
     Batch,
     Costs,

@@ -12,10 +12,13 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import outer_checks  # noqa: F401 before lpes_jax
 import pytest
 from byte_tokenizer import byte_tokenizer
 from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
+from matplotlib.figure import Figure
+from nursery import Nursery
 
 from lpes_jax.errors import UserError
 from lpes_jax.models import zoo
@@ -73,10 +76,21 @@ def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
     compilation_cache.reset_cache()  # what was imported may have compiled something, without one
 
 
+DRAWN = Figure.savefig
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Tiny models take longer to compile than to run; only slow tests, and processes of their own, get all optimisations."""
+    """Tiny models take longer to compile than to run; only slow tests, and processes of their own, get all optimisations.
+
+    And a third of a tiny search is drawing: pictures are empty files, but in tests marked `pictures`.
+    """
     jax.config.update("jax_disable_most_optimizations", item.get_closest_marker("slow") is None)
+    Figure.savefig = DRAWN if item.get_closest_marker("pictures") else _not_drawn
+
+
+def _not_drawn(figure: Figure, path: Path, **options: object) -> None:
+    path.write_bytes(b"")
 
 
 @pytest.fixture(autouse=True)
@@ -132,3 +146,11 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Llama) ->
     save_llama(nnx.clone(tiny_model), folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def nursery(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    """Starts commands in processes of their own, on the tiny model."""
+    nursery = Nursery(model_folder, tmp_path_factory.mktemp("nursery"))
+    yield nursery
+    nursery.process.communicate()

@@ -1,6 +1,7 @@
-"""Searches in processes of their own that start in a second: for tests of what happens to processes.
+"""Commands in processes of their own that start in a second, and their searches: for tests of what happens to processes.
 
-A nursery has imported everything but lpes_jax and forks a process for each search: a start costs a second and not five.
+A nursery has imported everything but lpes_jax and forks a process for each command: a start costs a second and not five. Its
+processes draw no pictures (the files are empty), compile with few optimisations, and have a compilation cache in common.
 """
 
 import json
@@ -13,9 +14,12 @@ from pathlib import Path
 NURSERY = """
 import json, os, resource, sys, traceback
 import flax.nnx, gguf, jax, jinja2, matplotlib.backends.backend_agg, matplotlib.backends.backend_svg, matplotlib.figure
-import optax, rich.progress, safetensors.numpy, tokenizers, transformers, tyro
-from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
+import optax, rich.progress, safetensors.numpy, scipy.stats, tokenizers, tyro
+if sys.argv[1] == "hub":
+    import transformers
+    from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
+matplotlib.figure.Figure.savefig = lambda figure, path, **options: open(path, "wb").close()
 for line in sys.stdin:
     job = json.loads(line)
     if "wait" in job:
@@ -26,9 +30,14 @@ for line in sys.stdin:
         continue
     code = 1
     try:
-        os.environ |= job["environment"]
+        for name, value in job["environment"].items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
         log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(log, 1), os.dup2(log, 2)
+        os.dup2(log, 1)
+        os.dup2(os.open(job["errors"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC) if job["errors"] else log, 2)
         if job["most_bytes"]:
             resource.setrlimit(resource.RLIMIT_FSIZE, (job["most_bytes"],) * 2)
         exec(job["program"], {"arguments": job["arguments"]})
@@ -42,6 +51,7 @@ for line in sys.stdin:
 """
 OWN = "from lpes_jax import process; process.take_over(); "  # as `python -m` has it
 SEARCH = OWN + "from lpes_jax.search.__main__ import main; raise SystemExit(main(arguments))"
+VERB = OWN + "from lpes_jax import cli; process.ended(cli.main(arguments))"
 SMALL = [
     *("--num-pairs", 3, "--key-length", 1, "--limit", 4, "--test-limit", 2, "--uniform-candidates", 3),
     *("--population-chunk", 1, "--batch-size", 4, "--search-positions", 0, 100, "--weights", 0.5, 0.5, "--positions", 0, 100),
@@ -57,30 +67,51 @@ ALGORITHMS = {
 
 
 class Nursery:
-    """Starts searches; of each it knows the pid and where its output goes."""
+    """Starts commands; of each it knows the pid and where its output goes. `hub`: has the hub client, with its settings."""
 
-    def __init__(self, model: Path, folder: Path):
-        self.folder, self.model = folder, model
+    def __init__(self, model: Path, folder: Path, hub: bool = True):
+        self.folder, self.model, self.commands = folder, model, 0
         cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
         cache |= {"JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
         self.process = subprocess.Popen(
-            [sys.executable, "-c", NURSERY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | cache
+            [sys.executable, "-c", NURSERY, "hub" if hub else ""],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | cache,
         )
 
     def start(self, run: Path, algorithm: str, *more: object, most_bytes: int = 0, **environment: str) -> int:
+        """A search with its output in RUN.log."""
         flags = ["--model", self.model, "--algorithm", algorithm, *SMALL, *ALGORITHMS[algorithm], "--output-path", run, *more]
         return self.run(SEARCH, Path(f"{run}.log"), *flags, most_bytes=most_bytes, **environment)
 
-    def run(self, program: str, log: Path, *arguments: object, most_bytes: int = 0, **environment: str) -> int:
-        """Start Python code, which sees `arguments`."""
+    def run(
+        self,
+        program: str,
+        log: Path,
+        *arguments: object,
+        errors: Path | None = None,
+        most_bytes: int = 0,
+        **environment: str | None,
+    ) -> int:
+        """Start Python code, which sees `arguments`; standard error goes to `errors`, else to `log` too."""
         job = {"program": program, "arguments": list(map(str, arguments)), "log": str(log), "most_bytes": most_bytes}
-        return self._ask(job | {"environment": environment})
+        return self._ask(job | {"environment": environment, "errors": str(errors or "")})
+
+    def verb(self, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+        """`lpes ARGUMENTS`, from its start to its end."""
+        self.commands += 1
+        out, errors = (self.folder / f"{self.commands}.{name}" for name in ("out", "err"))
+        code = self.wait(self.run(VERB, out, *arguments, errors=errors, **environment))
+        return subprocess.CompletedProcess(list(map(str, arguments)), code, out.read_text(), errors.read_text())
 
     def wait(self, pid: int) -> int:
         """The exit code; minus the signal's number for one that was killed."""
         return self._ask({"wait": pid})
 
     def search(self, run: Path, algorithm: str, *more: object, **rest: int | str) -> int:
+        """A search from its start to its end."""
         return self.wait(self.start(run, algorithm, *more, **rest))
 
     def _ask(self, job: dict) -> int:

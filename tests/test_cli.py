@@ -1,4 +1,7 @@
-"""The commands as users run them: real processes, their exit codes, and what they leave."""
+"""The commands as users run them: real processes, their exit codes, and what they leave.
+
+A search and a mistake start from nothing, as a user's do; the other processes come from the nursery.
+"""
 
 import json
 import os
@@ -13,10 +16,11 @@ import pytest
 
 from lpes_jax.cli import run_verb
 from lpes_jax.factors import LayerFactors
+from lpes_jax.settings import Settings
 
 
 @dataclass(frozen=True)
-class Message:
+class Message(Settings):
     """Of a fault."""
 
     text: str = ""
@@ -36,7 +40,8 @@ SMALL = (
 @pytest.fixture(scope="module")
 def searched(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> tuple[Path, subprocess.CompletedProcess[str]]:
     folder = tmp_path_factory.mktemp("search") / "run"
-    return folder, lpes("search", "--model", model_folder, *SMALL, "--output-path", folder)
+    quickly = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # compiles faster
+    return folder, lpes("search", "--model", model_folder, *SMALL, "--output-path", folder, **quickly)
 
 
 def test_search_leaves_its_folder_and_prints_its_table(searched):
@@ -70,9 +75,10 @@ def test_search_leaves_its_folder_and_prints_its_table(searched):
     assert 0.5 <= pi <= 2.0
 
 
-def test_eight_devices_find_what_one_finds(searched, model_folder, tmp_path):
+@pytest.mark.long
+def test_eight_devices_find_what_one_finds(searched, nursery, model_folder, tmp_path):
     flags = ("search", "--model", model_folder, *SMALL, "--output-path", tmp_path / "run")
-    done = lpes(*flags, XLA_FLAGS="--xla_force_host_platform_device_count=8")
+    done = nursery.verb(*flags, XLA_FLAGS="--xla_force_host_platform_device_count=8")
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "run" / "results.json").read_text())["devices"]["count"] == 8
     one, eight = (
@@ -85,10 +91,10 @@ def test_eight_devices_find_what_one_finds(searched, model_folder, tmp_path):
         assert b.items() <= a.items()
 
 
-def test_evaluate_takes_the_factors_and_measures_both_metrics(searched, model_folder, tmp_path):
+def test_evaluate_takes_the_factors_and_measures_both_metrics(searched, nursery, model_folder, tmp_path):
     folder, _ = searched
     flags = ("--model", model_folder, "--num-pairs", 3, "--key-length", 2, "--limit", 2, "--max-new-tokens", 4)
-    done = lpes("evaluate", *flags, "--factors", folder / "factors.json", "--output-path", tmp_path / "out")
+    done = nursery.verb("evaluate", *flags, "--factors", folder / "factors.json", "--output-path", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert list(results["methods"]) == ["plain prompt", "baseline", "factors"]
@@ -98,14 +104,14 @@ def test_evaluate_takes_the_factors_and_measures_both_metrics(searched, model_fo
     assert "answers that substring accepts and prefix does not" in done.stdout
     first = json.loads((tmp_path / "out" / "samples.jsonl").read_text().splitlines()[0])
     assert {"method", "prompt_hash", "target", "prefix", "substring", "output", "slot"} <= first.keys()
-    again = lpes("evaluate", *flags, "--factors", folder / "factors.json", "--output-path", tmp_path / "again")
+    again = nursery.verb("evaluate", *flags, "--factors", folder / "factors.json", "--output-path", tmp_path / "again")
     assert again.returncode == 0
     assert (tmp_path / "again" / "samples.jsonl").read_bytes() == (tmp_path / "out" / "samples.jsonl").read_bytes()
 
 
-def test_slots_can_be_named(model_folder, tmp_path):
+def test_slots_can_be_named(nursery, model_folder, tmp_path):
     flags = ("--num-pairs", 3, "--key-length", 2, "--limit", 1, "--metrics", "prefix", "--slots", 1, 2)
-    done = lpes("evaluate", "--model", model_folder, *flags, "--output-path", tmp_path)
+    done = nursery.verb("evaluate", "--model", model_folder, *flags, "--output-path", tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "results.json").read_text())["results"]["kv"]["slots"] == [1, 2]
 
@@ -165,10 +171,10 @@ def test_a_mistake_in_a_real_process(tmp_path):
     assert len(done.stderr.strip().splitlines()) == 1 and done.stderr.startswith("error: ")
 
 
-def test_a_run_is_not_overwritten(searched, model_folder):
+def test_a_run_is_not_overwritten(searched, nursery, model_folder):
     folder, _ = searched
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    done = lpes("search", "--model", model_folder, *SMALL, "--output-path", folder)
+    done = nursery.verb("search", "--model", model_folder, *SMALL, "--output-path", folder)
     assert done.returncode == 2 and "--resume" in done.stderr
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
@@ -192,8 +198,8 @@ def test_a_full_device_is_one_line_and_other_faults_are_tracebacks(capsys, monke
 
 
 @pytest.mark.parametrize("verb", ["search", "evaluate"])
-def test_help_has_examples(verb):
-    done = lpes(verb, "--help")
+def test_help_has_examples(nursery, verb):
+    done = nursery.verb(verb, "--help")
     assert done.returncode == 0 and "Examples:" in done.stdout and "--output-path" in done.stdout
 
 

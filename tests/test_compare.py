@@ -1,16 +1,15 @@
 """The verb compare, on a tiny random model: everything is measured, nothing is claimed of its accuracy."""
 
 import json
+import os
 import signal
-import subprocess
-import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from nursery import VERB
 
 from lpes_jax.compare import NAMES, CompareSettings, run_comparison
 from lpes_jax.errors import UserError
@@ -28,7 +27,7 @@ def compared(model_folder: Path, tiny_config: LlamaConfig, tmp_path_factory: pyt
     folder = tmp_path_factory.mktemp("compare")
     LayerFactors(np.array([1.0, 1.5, 0.7])).save(folder / "factors.json")
     Router.init(jax.random.key(0), tiny_config).save(folder / "router.safetensors")
-    settings = CompareSettings(
+    settings = CompareSettings.of(
         **SMALL, model=str(model_folder), factors=folder / "factors.json", router=folder / "router.safetensors",
         positions=(0, 100), output_path=folder / "out",
     )  # fmt: skip
@@ -71,7 +70,7 @@ def test_costs_and_tuning_are_recorded(compared):
 
 def test_what_cannot_be_had_is_named(model_folder, tmp_path):
     def settings(**changes) -> CompareSettings:
-        return CompareSettings(**SMALL | {"model": str(model_folder), "output_path": tmp_path / "out"} | changes)
+        return CompareSettings.of(**SMALL | {"model": str(model_folder), "output_path": tmp_path / "out"} | changes)
 
     with pytest.raises(UserError, match="--methods 'lpse' is not known; the methods are: all, baseline"):
         run_comparison(settings(methods=("lpse",)))
@@ -84,26 +83,23 @@ def test_what_cannot_be_had_is_named(model_folder, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_comparison_that_is_killed_goes_on(compared, model_folder, tmp_path):
+def test_a_comparison_that_is_killed_goes_on(compared, nursery, model_folder, tmp_path):
     folder, whole = compared
     names = ("baseline", "uniform", "self_extend", "lpes")
     out, flags = tmp_path / "out", ["--positions", "0", "100", "--model", str(model_folder)]
     for name, value in SMALL.items():
         flags += [f"--{name.replace('_', '-')}", str(value)]
     flags += ["--factors", str(folder / "factors.json")]
-    command = [sys.executable, "-m", "lpes_jax.compare", *flags, "--output-path", str(out), "--methods", *names]
-    measured, log, begun = out / "unfinished/uniform.measured.json", tmp_path / "log.txt", time.monotonic()
-    with log.open("w") as file:
-        process = subprocess.Popen(command, stderr=file, stdout=subprocess.DEVNULL)
-        while not measured.exists() and process.poll() is None and time.monotonic() < begun + 300:
-            time.sleep(0.01)
-        process.send_signal(signal.SIGTERM)
-        process.wait(timeout=300)
-    said = log.read_text()
-    assert process.returncode == 143 and said.strip().splitlines()[-1].endswith("--resume goes on from there")
+    measured, log, end = out / "unfinished/uniform.measured.json", tmp_path / "log.txt", time.monotonic() + 120
+    pid = nursery.run(VERB, log, "compare", *flags, "--output-path", out, "--methods", *names)
+    while not measured.exists():
+        assert time.monotonic() < end, log.read_text()
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGTERM)
+    assert nursery.wait(pid) == 143 and log.read_text().strip().splitlines()[-1].endswith("--resume goes on from there")
     assert not (out / "results.json").exists()
 
-    settings = CompareSettings(
+    settings = CompareSettings.of(
         **SMALL, model=str(model_folder), factors=folder / "factors.json", positions=(0, 100), output_path=out, methods=names,
     )  # fmt: skip
     with pytest.raises(
@@ -111,12 +107,12 @@ def test_a_comparison_that_is_killed_goes_on(compared, model_folder, tmp_path):
     ):
         run_comparison(settings)
     with pytest.raises(UserError, match=r"was run with --test-limit 2 \(now 3\); give the same or another"):
-        run_comparison(replace(settings, test_limit=3, resume=True))
+        run_comparison(settings.replace(test_limit=3, resume=True))
     # What stands there is taken as it is: a figure that no run gives comes out again.
     record, tuned = read_json(measured), read_json(out / "unfinished/uniform.tuned.json")
     write_json(measured, record | {"scores": {"prefix": [[0.25, 0.25], [0.25, 0.25]]}})
     write_json(out / "unfinished/uniform.tuned.json", tuned | {"tried": [tuned["tried"][0] | {"accuracy": 0.125}]})
-    resumed = run_comparison(replace(settings, resume=True))
+    resumed = run_comparison(settings.replace(resume=True))
     assert resumed["resumed"] and resumed["methods"]["uniform"]["acc,none"] == 0.25
     assert [it["accuracy"] for it in resumed["methods"]["uniform"]["tuning"]["tried"]] == [0.125]
     assert list(resumed["methods"]) == list(names) and not (out / "unfinished").exists()
@@ -128,10 +124,10 @@ def test_a_comparison_that_is_killed_goes_on(compared, model_folder, tmp_path):
     # Where nothing says what the figures are of, they are not taken.
     (out / "unfinished").mkdir()
     write_json(out / "unfinished/uniform.measured.json", record | {"scores": {"prefix": [[0.25, 0.25], [0.25, 0.25]]}})
-    again = run_comparison(replace(settings, resume=True, methods=("baseline", "uniform")))
+    again = run_comparison(settings.replace(resume=True, methods=("baseline", "uniform")))
     assert again["methods"]["uniform"]["acc,none"] == whole["methods"]["uniform"]["acc,none"] != 0.25
     with pytest.raises(UserError, match="holds no comparison that was cut off; leave --resume out to begin one"):
-        run_comparison(replace(settings, resume=True))
+        run_comparison(settings.replace(resume=True))
 
 
 def test_holm_by_hand():

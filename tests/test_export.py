@@ -180,7 +180,9 @@ TINY = lj.LayerFactors(np.random.default_rng(1).uniform(0.5, 2.0, (3, 2, 4)), "l
 
 def test_the_folder_needs_neither_jax_nor_lpes_jax(model_folder, tmp_path):
     TINY.save(tmp_path / "f.json")
-    folder = run_export(ExportSettings(model=str(model_folder), factors=tmp_path / "f.json", output_path=tmp_path / "out"))
+    folder = run_export(
+        ExportSettings.of(model=str(model_folder), factors=tmp_path / "f.json", output_path=tmp_path / "out", to="hf-hook")
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["f.json", "out"]  # nothing temporary is left
     assert (folder / "model.safetensors").resolve() == (model_folder / "model.safetensors").resolve()
     np.testing.assert_array_equal(lj.LayerFactors.load(folder / "factors.json").factors, TINY.factors)
@@ -235,7 +237,11 @@ def write_gguf(path: Path) -> None:
 def test_a_gguf_file_becomes_a_folder(tmp_path):
     write_gguf(tmp_path / "m.gguf")
     factors_of("layer_band").save(tmp_path / "f.json")
-    path = run_export(ExportSettings(str(tmp_path / "m.gguf"), tmp_path / "f.json", tmp_path / "out"))
+    path = run_export(
+        ExportSettings.of(
+            model=str(tmp_path / "m.gguf"), factors=tmp_path / "f.json", output_path=tmp_path / "out", to="hf-hook"
+        )
+    )
     assert lpes_torch.self_test(path)
     source, folder = open_checkpoint(tmp_path / "m.gguf"), open_checkpoint(path)
     assert folder.config == source.config
@@ -251,11 +257,11 @@ def test_a_gguf_file_becomes_a_folder(tmp_path):
 def test_what_cannot_be_exported_leaves_nothing(model_folder, tmp_path):
     good, target = tmp_path / "f.json", tmp_path / "out"
     TINY.save(good)
-    settings = ExportSettings(model=str(model_folder), factors=good, output_path=target, no_self_test=True)
+    settings = ExportSettings.of(model=str(model_folder), factors=good, output_path=target, to="hf-hook", no_self_test=True)
 
     def refused(words: str, **changes: Any) -> None:
         with pytest.raises(lj.UserError, match=words) as refusal:
-            run_export(ExportSettings(**vars(settings) | changes))
+            run_export(settings.replace(**changes))
         assert "\n" not in str(refusal.value)
 
     refused("--factors: give", factors=None)
@@ -273,7 +279,7 @@ def test_what_cannot_be_exported_leaves_nothing(model_folder, tmp_path):
     refused("the tensors do not fit the model", model=str(damaged), no_self_test=False)
     assert not target.exists() and not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
     target.mkdir()  # empty: of use
-    run_export(ExportSettings(**vars(settings) | {"copy": True}))
+    run_export(settings.replace(copy=True))
     assert not (target / "model.safetensors").is_symlink() and not (target / "self_test.json").exists()
     assert (target / "model.safetensors").read_bytes() == (model_folder / "model.safetensors").read_bytes()
     refused("out holds a finished run .* or --overwrite")

@@ -4,7 +4,6 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 from nursery import Nursery, left, lines, log, wait_for
 
 from lpes_jax.errors import UserError
-from lpes_jax.hosts import HostFlags, check, check_alike, from_first, gather
+from lpes_jax.hosts import HostSettings, check, check_alike, from_first, gather
 
 WORK = """
 from lpes_jax import process
@@ -24,9 +23,10 @@ from lpes_jax import hosts
 from lpes_jax.cli import run_verb
 from lpes_jax.mesh import least
 from lpes_jax.search.stop import GracefulStop
+from lpes_jax.settings import Settings
 
 @dataclass(frozen=True)
-class Nothing:
+class Nothing(Settings):
     pass
 
 def work(nothing):
@@ -40,13 +40,6 @@ def work(nothing):
 
 raise SystemExit(run_verb(Nothing(), work, "", arguments, "work", many_hosts=True))
 """
-
-
-@pytest.fixture(scope="module")
-def nursery(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    nursery = Nursery(model_folder, tmp_path_factory.mktemp("hosts"))
-    yield nursery
-    nursery.process.communicate()
 
 
 def flags_of_two() -> list[tuple[object, ...]]:
@@ -130,14 +123,14 @@ def test_processes_that_do_not_come_are_one_line(nursery, tmp_path):
     assert log(tmp_path / "run").startswith("error: --coordinator-address 127.0.0.1:9: the 2 processes did not all meet")
 
 
-HERE = HostFlags(coordinator_address="node1:8476", num_processes=2, process_id=1)
+HERE = HostSettings(coordinator_address="node1:8476", num_processes=2, process_id=1)
 
 
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
         (replace(HERE, num_processes=None), "add --num-processes"),
-        (HostFlags(process_id=0), "add --coordinator-address and --num-processes"),
+        (HostSettings(process_id=0), "add --coordinator-address and --num-processes"),
         (replace(HERE, process_id=2), "--process-id 2: 2 processes have ids from 0 to 1"),
         (replace(HERE, process_id=-1), "--process-id must be at least 0, got -1"),
         (replace(HERE, num_processes=0), "--num-processes must be at least 1"),
@@ -155,6 +148,6 @@ def test_flags_that_cannot_be_are_refused(flags, named):
 
 
 def test_one_process_is_alone():
-    assert not check(HostFlags()) and check(HERE) and check(HostFlags(distributed=True))
+    assert not check(HostSettings()) and check(HERE) and check(HostSettings(distributed=True))
     assert gather("x") == ["x"] and from_first(lambda: 3) == 3
     check_alike({"anything": 1})

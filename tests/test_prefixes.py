@@ -15,7 +15,7 @@ from lpes_jax.errors import UserError
 from lpes_jax.generation import generate_ids
 from lpes_jax.methods.attention_buckets import attention_buckets
 from lpes_jax.models.llama import prefix
-from lpes_jax.models.llama.method import Method, of_table
+from lpes_jax.models.llama.method import TableMethod, of_table
 from lpes_jax.prefixes import Costs, Row, Shape, Tree, batches, groups, of_one_prompt, pack_rows, pack_trees, tree_of
 from lpes_jax.rope import RopeParameters, RopeTable
 from lpes_jax.scoring import Scorer, batch_scores
@@ -161,7 +161,7 @@ def test_the_scorer_shares_and_changes_no_score(tiny_model, monkeypatch, changes
 def test_a_method_of_several_tables_shares_as_well(tiny_model):
     prompts, own = haystacks(4), tiny_model.config.rope_table(80)
     tables = RopeTable(own.inv_freq / jnp.array([1.0, 1.5])[:, None, None, None], jnp.ones(2))
-    method = Method(tables, merge=mean)
+    method = TableMethod(tables, merge=mean)
     one, other = (Scorer(tiny_model, prompts, share_prefixes=share).of_method(method) for share in (True, False))
     np.testing.assert_array_equal(one.correct, other.correct)
     np.testing.assert_allclose(one.log_likelihood, other.log_likelihood, atol=1e-4, rtol=1e-5)
@@ -345,3 +345,18 @@ def test_a_tree_with_its_root_cut_scores_as_its_rows_alone(both_ways_cut, rows):
     )
     np.testing.assert_array_equal(correct, alone_correct)
     np.testing.assert_allclose(log_likelihood, alone_likelihood, atol=1e-4, rtol=1e-5)
+
+
+def test_costs_are_the_multiplications_of_a_layer(tiny_model, tiny_config):
+    matrices = [leaf for leaf in jax.tree.leaves(tiny_model.layers) if leaf.ndim == 3]
+    cpu, gpu = (Costs.of(tiny_config, platform) for platform in ("cpu", "gpu"))
+    assert cpu.token == gpu.token == sum(leaf[0].size for leaf in matrices)
+    assert cpu.causal_pair == cpu.masked_pair == gpu.causal_pair == gpu.masked_pair / 2 == 2 * 2 * 6 * 8
+
+
+def test_a_tree_that_just_fits_is_made(tiny_config):
+    """A root of 32 tokens and two branches of 16 are 64 with their padding."""
+    root = list(range(32))
+    rows: list[Row] = [([*root, *range(100 + n, 115 + n)], [7]) for n in (0, 50)]
+    costs = Costs.of(tiny_config, "cpu")
+    assert groups(rows, costs, 64) == [[0, 1]] and groups(rows, costs, 63) == [[0], [1]]

@@ -8,9 +8,10 @@ import pytest
 
 import lpes_jax as lj
 from lpes_jax.cli import main
-from lpes_jax.profile import ProfileSettings, default_lengths, run_profile
+from lpes_jax.profile import default_lengths, run_profile
 from lpes_jax.profile.grid import QUESTIONS, UNITS
 from lpes_jax.scoring import Scorer
+from lpes_jax.settings.profile import ProfileSettings
 from lpes_jax.tasks.key_value import KeyValue
 from lpes_jax.tasks.prompts import encode, slot
 
@@ -21,7 +22,7 @@ def test_before_and_with_factors_on_the_same_questions(tmp_path, monkeypatch):
     lj.LayerFactors.uniform(2.0, 10).save(tmp_path / "factors.json")
     monkeypatch.setattr("lpes_jax.profile.grid.MOST_UNITS", 2 * UNITS)
     monkeypatch.setattr("lpes_jax.profile.grid.MOST_CEILING", 20)
-    settings = ProfileSettings(factors=tmp_path / "factors.json", output_path=tmp_path / "out", minutes=20.0, **FAST)
+    settings = ProfileSettings.of(factors=tmp_path / "factors.json", output_path=tmp_path / "out", minutes=20.0, **FAST)
     grid = run_profile(settings)
     record = json.loads((tmp_path / "out" / "profile.json").read_text())
     assert list(record)[0] == "effective_length"

@@ -128,6 +128,9 @@ def test_yarn_keeps_high_frequencies_and_divides_low_ones():
     middle = plain[30] * (1 - 7 / 17) + plain[30] / 4 * 7 / 17
     assert frequencies[30] == pytest.approx(middle, rel=1e-6)
     assert rope.attention_factor == pytest.approx(0.1 * math.log(4) + 1)
+    for factor in (1.0, 1.5):
+        config = {"max_position_embeddings": 64, "rope_scaling": {"rope_type": "yarn", "factor": factor}, "rope_theta": 1e4}
+        assert RopeParameters.from_hf(config).attention_factor == pytest.approx(0.1 * math.log(factor) + 1)
 
 
 @pytest.mark.parametrize("granularity, shape", [("layer", (3,)), ("layer_band", (3, 4)), ("layer_group_band", (3, 2, 8))])
@@ -169,13 +172,14 @@ def test_angles_of_every_kind_are_float32_angles_far_out(name, position):
     np.testing.assert_allclose(sin[0, 0], scaling * np.sin(angles), rtol=0, atol=error)
 
 
-def test_rotating_a_part_leaves_the_rest():
+@pytest.mark.parametrize("heads", [2, 12])  # 12: as many as there are rotated elements
+def test_rotating_a_part_leaves_the_rest(heads):
     """partial_rotary_factor 0.75 of a head of 16: element i pairs with i + 6, and the last four pass."""
     rope = RopeParameters(1e4, partial_rotary_factor=0.75)
     table = rope_table(rope, 16, 1)
     assert table.inv_freq.shape == (1, 1, 6)
     np.testing.assert_allclose(table.inv_freq[0, 0], exact_frequencies(1e4, 12), rtol=1e-6)
-    x = jax.random.normal(jax.random.key(0), (20, 2, 16))
+    x = jax.random.normal(jax.random.key(0), (20, heads, 16))
     turned = rotate(x, *cos_sin(table.inv_freq[0], ONE, jnp.arange(20)))
     wanted = rotate_exactly(np.asarray(x[..., :12], np.float64), np.arange(20)[:, None, None] * exact_frequencies(1e4, 12))
     np.testing.assert_allclose(turned[..., :12], wanted, atol=1e-5)

@@ -123,6 +123,7 @@ def test_perplexity_is_that_of_the_logits(tmp_path, model_folder):
     assert figures["scored_tokens"] == len(nlls) and len(figures["methods"]["baseline"]["perplexity_by_position"]) == 8
 
 
+@pytest.mark.pictures
 def test_needle_by_depth_and_length(tmp_path):
     flags = ["--model", "tiny-retriever", "--task", "needle", "--lengths", 700, 500, "--limit", 1, "--positions", 0, 100]
     folder = run(evaluate, *flags, "--max-new-tokens", 10, "--output-path", tmp_path / "out")

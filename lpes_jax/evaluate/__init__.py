@@ -1,10 +1,9 @@
-"""Measure a model by the position of the fact: `run_evaluation(EvaluateSettings(...))`, or `python -m lpes_jax.evaluate`."""
+"""Measure a model by the position of the fact: `run_evaluation(EvaluateSettings.of(...))`, or `python -m lpes_jax.evaluate`."""
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from lpes_jax import evaluation, hosts
 from lpes_jax.errors import UserError
@@ -14,76 +13,20 @@ from lpes_jax.factors import LayerFactors
 from lpes_jax.limits import check_bounds
 from lpes_jax.mesh import make_mesh
 from lpes_jax.models.llama import Loaded, load
-from lpes_jax.models.llama.chat import Chat, PromptForm, check_chat, make_chat
+from lpes_jax.models.llama.chat import Chat, check_chat, make_chat
 from lpes_jax.report.html import write_page
 from lpes_jax.report.plots import depth_by_length, u_curve
 from lpes_jax.report.progress import SearchProgress
 from lpes_jax.report.tables import Grid, differences, markdown, position_table, show
 from lpes_jax.same_model import check_loaded
+from lpes_jax.settings.evaluate import EvaluateSettings
 from lpes_jax.store import output
 from lpes_jax.store.files import write_json, write_text
 from lpes_jax.store.provenance import check_deterministic, check_processes, content_sha256, environment
 from lpes_jax.tasks.chat import ChatTask
-from lpes_jax.tasks.flags import TaskFlags, task_of, title_of
+from lpes_jax.tasks.flags import task_of, title_of
 from lpes_jax.tasks.metrics import effective_length
-from lpes_jax.tasks.prompts import Overlength, check_once, check_positions, checked_stop
-
-
-@dataclass(frozen=True)
-class EvaluateSettings(TaskFlags):
-    """What to measure."""
-
-    model: str = "tiny-retriever"
-    """A name in models/zoo, a folder in Hugging Face layout, a .gguf file, or a Hugging Face hub id."""
-    output_path: Path = Path("runs/evaluate")
-    """Folder of the results (where it is not given and taken: runs/evaluate-2, ...)."""
-    overwrite: bool = False
-    """Replace the finished run of evaluate or compare in --output-path."""
-    factors: Path | None = None
-    """factors.json of a search, or the zoo's by name (MODEL/NAME); measured beside the model as it is."""
-    other_model: bool = False
-    """Take factors that were found for another model (other sizes, RoPE or tokenizer), as far as their shape fits."""
-    only_factors: bool = False
-    """Leave out the model as it is and the plain prompts."""
-
-    split: Literal["test", "search", "all"] = "test"
-    """test: never overlaps what a search uses; all: every row of a file."""
-    apply_chat_template: bool = False
-    """Ask in a chat, by the tokenizer's own chat template; the opener stands behind it."""
-    prompt_form: PromptForm | None = None
-    """Ask in a chat, by a form that the model was trained with and its files lack."""
-    system_prompt: str | None = None
-    """The chat's system prompt, instead of the template's or form's own."""
-    positions: tuple[int, ...] = (0, 25, 50, 75, 100)
-    """Positions of the fact, in percent."""
-    slots: tuple[int, ...] = ()
-    """Slots (0-based) instead of positions."""
-    limit: int = 500
-    """Examples; each stands at every position."""
-    seed: int = 0
-    """Seed of the examples."""
-
-    metrics: tuple[str, ...] = ()
-    """prefix: the greedy output begins with the answer (nothing is generated); all others are the task's own (default: all, for
-    kv prefix and substring)."""
-    max_new_tokens: int | None = None
-    """Tokens to generate, where something is (default: the task's)."""
-    stop: tuple[str, ...] = ()
-    """Texts that end an output, besides the model's own end and the task's."""
-    overlength: Overlength = "error"
-    """What becomes of questions too long for the model's window: skip leaves them out at every position, and counts them."""
-    drop_leaky: bool = False
-    """Leave out questions whose gold answer is empty to the metric, or stands in what is beside the fact; they are counted."""
-    lengths: tuple[int, ...] = ()
-    """needle: tokens of a prompt, for a heat map of depth and length."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """auto: bfloat16 on a GPU, float32 on a CPU."""
-    deterministic: bool = False
-    """On a GPU: only kernels that give the same bits in every run, some of which are slower."""
-    batch_size: int | None = None
-    """Prompts a forward pass and device (default: chosen from the memory)."""
-    model_axis: int = 1
-    """Devices that share one copy of the model (for models larger than a device); the others have copies of their own."""
+from lpes_jax.tasks.prompts import check_once, check_positions, checked_stop
 
 
 def run_evaluation(settings: EvaluateSettings) -> list[Outcome]:
@@ -94,37 +37,35 @@ def run_evaluation(settings: EvaluateSettings) -> list[Outcome]:
     """
     started = time.time()
     _check(settings)
-    check_deterministic(settings.deterministic)
-    hosts.from_first(lambda: output.check(settings.output_path, "evaluate", overwrite=settings.overwrite))
-    task = task_of(settings, max_new_tokens=settings.max_new_tokens)
-    factors = None if settings.factors is None else LayerFactors.load(settings.factors)
+    check_deterministic(settings.devices.deterministic)
+    hosts.from_first(lambda: output.check(settings.run.output_path, "evaluate", overwrite=settings.run.overwrite))
+    questions, path = settings.questions, settings.factors.factors
+    task = task_of(settings.task, max_new_tokens=questions.max_new_tokens)
+    factors = None if path is None else LayerFactors.load(path)
     examples = []
-    if settings.task != "perplexity" and not settings.lengths:  # before the model is loaded: a bad file shows at once
-        examples = task.examples(settings.split, settings.limit, settings.seed)
-    loaded = load(settings.model, settings.dtype, make_mesh(settings.model_axis))
-    candidates = [] if settings.only_factors else [Candidate(PLAIN, plain=True), Candidate(BASELINE)]
+    if settings.task.task != "perplexity" and not questions.lengths:  # before the model is loaded: a bad file shows at once
+        examples = task.examples(questions.split, questions.limit, settings.run.seed)
+    loaded = load(settings.run.model, settings.devices.dtype, make_mesh(settings.devices.model_axis))
+    candidates = [] if settings.factors.only_factors else [Candidate(PLAIN, plain=True), Candidate(BASELINE)]
     factors_model = None
     if factors is not None:
-        factors_model = check_loaded(factors, loaded, str(settings.factors), settings.other_model)
+        factors_model = check_loaded(factors, loaded, str(path), settings.factors.other_model)
         candidates.append(Candidate("factors", factors))
     _check_processes(settings, loaded, factors)
-    if settings.task == "perplexity":
+    if settings.task.task == "perplexity":
         unforced = [candidate for candidate in candidates if not candidate.plain]
-        results, lines = measure_perplexity(task, loaded, unforced, settings.split, settings.limit, settings.batch_size)
+        results, lines = measure_perplexity(
+            task, loaded, unforced, questions.split, questions.limit, settings.devices.batch_size
+        )
         if not hosts.is_first():
             return []
-        results |= {"data_sha256": content_sha256(Path(settings.data))} if settings.data else {}
-        with output.staged(settings.output_path) as folder:
+        results |= {"data_sha256": content_sha256(Path(settings.task.data))} if settings.task.data else {}
+        with output.staged(settings.run.output_path) as folder:
             write_json(folder / "results.json", results | _record(settings, loaded, None, factors_model))
-        show(*lines, f"results: {settings.output_path}")
+        show(*lines, f"results: {settings.run.output_path}")
         return []
-    chat = make_chat(
-        loaded.tokenizer,
-        apply_chat_template=settings.apply_chat_template,
-        prompt_form=settings.prompt_form,
-        system_prompt=settings.system_prompt,
-    )
-    if settings.lengths:
+    chat = make_chat(loaded.tokenizer, **settings.prompt.flat())
+    if questions.lengths:
         return _by_length(settings, task, loaded, chat, candidates, started, factors_model)
     places, outcomes = _measure(settings, task, examples, loaded, chat, candidates)
     if hosts.is_first():
@@ -136,28 +77,24 @@ def run_evaluation(settings: EvaluateSettings) -> list[Outcome]:
 
 def _check(settings: EvaluateSettings) -> None:
     check_bounds(settings)
-    if not settings.slots:
-        check_positions(settings.positions)
+    if not settings.questions.slots:
+        check_positions(settings.questions.positions)
     for name in ("slots", "lengths", "metrics"):
-        check_once(getattr(settings, name), f"--{name}")
-    if settings.only_factors and settings.factors is None:
+        check_once(getattr(settings.questions, name), f"--{name}")
+    if settings.factors.only_factors and settings.factors.factors is None:
         raise UserError("--only-factors needs --factors")
-    if settings.lengths and settings.task != "needle":
+    if settings.questions.lengths and settings.task.task != "needle":
         raise UserError("--lengths goes with --task needle; other tasks have items to count (--num-pairs, --num-documents)")
-    checked_stop(settings.stop)
-    check_chat(
-        apply_chat_template=settings.apply_chat_template,
-        prompt_form=settings.prompt_form,
-        system_prompt=settings.system_prompt,
-    )
+    checked_stop(settings.questions.stop)
+    check_chat(**settings.prompt.flat())
 
 
 def _check_processes(settings: EvaluateSettings, loaded: Loaded, factors: LayerFactors | None) -> None:
     """Raise UserError where several processes do not measure the same."""
     here = ("model", "data", "factors", "output_path")
     sha256 = {"factors": None if factors is None else factors.sha256}
-    sha256 |= {"data": content_sha256(Path(settings.data))} if settings.data else {}
-    named = {name: value for name, value in asdict(settings).items() if name not in here}
+    sha256 |= {"data": content_sha256(Path(settings.task.data))} if settings.task.data else {}
+    named = {name: value for name, value in settings.flat().items() if name not in here}
     check_processes(
         {"model": {"sha256": loaded.identity["sha256"]}, "settings": named, "sha256": sha256, "environment": environment()}
     )
@@ -174,7 +111,8 @@ def _measure(
     """The places of the fact, and an outcome for each candidate that the task has prompts for."""
     if chat is not None:
         task = ChatTask(task, chat.render)
-    places = evaluation.slots_of(task, settings.positions if task.num_items > 1 else (0,), settings.slots)
+    questions = settings.questions
+    places = evaluation.slots_of(task, questions.positions if task.num_items > 1 else (0,), questions.slots)
     measured = [candidate for candidate in candidates if not candidate.plain or task.plain is not None]
     with SearchProgress(len(measured) * len(examples) * len(places)) as progress:
         progress.note(f"measuring {loaded.identity['name']}")
@@ -185,13 +123,13 @@ def _measure(
             examples,
             places,
             measured,
-            metrics=settings.metrics or evaluation.default_metrics(task),
-            max_new_tokens=settings.max_new_tokens,
+            metrics=questions.metrics or evaluation.default_metrics(task),
+            max_new_tokens=questions.max_new_tokens,
             stop_ids=loaded.stop_ids,
-            stop=settings.stop,
-            overlength=settings.overlength,
-            drop_leaky=settings.drop_leaky,
-            batch_size=settings.batch_size,
+            stop=questions.stop,
+            overlength=questions.overlength,
+            drop_leaky=questions.drop_leaky,
+            batch_size=settings.devices.batch_size,
             on_prompts=progress.prompts,
         )
     return places, outcomes
@@ -209,9 +147,9 @@ def _by_length(
     """The task at each length: a heat map of depth and length for each candidate, and the length up to which it holds."""
     by_length: dict[int, list[Outcome]] = {}
     places: list[tuple[int, int]] = []
-    for length in sorted(settings.lengths):
+    for length in sorted(settings.questions.lengths):
         version = task.of_length(length, loaded.tokenizer)
-        examples = version.examples(settings.split, settings.limit, settings.seed)
+        examples = version.examples(settings.questions.split, settings.questions.limit, settings.run.seed)
         places, by_length[length] = _measure(settings, version, examples, loaded, chat, candidates)
     last = by_length[max(by_length)]
     everything = [outcome for outcomes in by_length.values() for outcome in outcomes]
@@ -222,10 +160,10 @@ def _by_length(
     record["by_length"] = {length: evaluation.figures_of(outcomes, places) for length, outcomes in by_length.items()}
     record["effective_length"] = {}
     positions = [position for _, position in places]
-    with output.staged(settings.output_path) as folder:
+    with output.staged(settings.run.output_path) as folder:
         lines = _write_by_length(settings, folder, task, loaded, by_length, positions, record)
         evaluation.write_samples(folder / "samples.jsonl", everything)
-    show(*lines, f"results: {settings.output_path}")
+    show(*lines, f"results: {settings.run.output_path}")
     return everything
 
 
@@ -259,7 +197,7 @@ def _write_by_length(
 def _record(
     settings: EvaluateSettings, loaded: Loaded, chat: Chat | None, factors_model: dict[str, Any] | None
 ) -> dict[str, Any]:
-    record = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(settings).items()}
+    record = {name: str(value) if isinstance(value, Path) else value for name, value in settings.flat().items()}
     return record | {"model_identity": loaded.identity, "factors_model": factors_model, "chat": chat and chat.record}
 
 
@@ -272,7 +210,7 @@ def _write(
     model: str,
 ) -> None:
     positions = [position for _, position in places]
-    title = f"{model}, {title_of(settings, task)}, {len(outcomes[0].main)} questions"
+    title = f"{model}, {title_of(settings.task, task)}, {len(outcomes[0].main)} questions"
     curves = {outcome.candidate.name: (outcome.main.mean(axis=0).tolist(), len(outcome.main)) for outcome in outcomes}
     grids: list[Grid] = []
     tables: list[str] = []
@@ -283,7 +221,7 @@ def _write(
     if compared := differences(results["methods"]):
         tables.append(f"{outcomes[0].metric}\n\n{compared}\n")
     text = "\n".join(tables)
-    with output.staged(settings.output_path) as folder:
+    with output.staged(settings.run.output_path) as folder:
         evaluation.write_samples(folder / "samples.jsonl", outcomes)
         picture = u_curve(folder / "positions", positions, curves, title)[1]
         write_text(folder / "results.md", text)
@@ -296,4 +234,4 @@ def _write(
         unusual = {key: figures[key] for key in evaluation.COUNTS if figures.get(key)}
         if unusual:
             lines.append(f"{name}: " + ", ".join(f"{key.replace('_', ' ')}: {count}" for key, count in unusual.items()))
-    show(*grids, *lines, f"{outcomes[-1].compilations} compiled shapes; results: {settings.output_path}")
+    show(*grids, *lines, f"{outcomes[-1].compilations} compiled shapes; results: {settings.run.output_path}")

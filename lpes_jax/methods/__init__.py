@@ -19,12 +19,57 @@ paper was found that says which text that is, and of which heads and layers the 
 
 What a maker gives, scores and generates as the plain model does: `batch_scores`, `token_nll` and `generate_ids` take it.
 Settings that no model could use raise UserError in the function, those that the given model can't use in the maker.
+
+Beside its function a method has `choices(tuning)`: the settings of it that `compare` tries (in tables.py NAME_choices, as there
+are several). A new method is a file here, and a line in `lpes_jax.compare.METHODS`.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import numpy as np
+from jaxtyping import Int
+
+from lpes_jax.factors import LayerFactors
 from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.method import Method
+from lpes_jax.models.llama.model import Llama
 
 Maker = Callable[[LlamaConfig, int], Method]
 """(config, length) -> method; `length` is that of the longest text of the call in tokens, prompt and answer together."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A setting of a method, and the method with it; no maker: the model as it is."""
+
+    setting: str
+    maker: Maker | None
+    then: tuple["Choice", ...] = ()
+    """Settings to try next if this one is the best so far."""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What a method's `choices` go by. `choices` raises UserError where something that the method needs is missing."""
+
+    model: Llama
+    tokenizer: Any
+    budget: int
+    """Settings that may be tried."""
+    seed: int
+    factors: LayerFactors | None
+    """Those that a search found (lpes, pi)."""
+    factors_from: str
+    """What the user calls them."""
+    router: Path | None
+    """moice: a router that was trained before."""
+    text: Callable[[int], Int[np.ndarray, "W T"]]
+    """moice: windows of so many tokens, to train a router on."""
+    text_from: str
+    router_steps: int
+    router_batch: int
+    channel_strings: int
+    """hidden_channel: random strings that positional channels are looked for on."""

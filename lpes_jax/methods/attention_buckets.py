@@ -24,9 +24,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from lpes_jax.errors import UserError
-from lpes_jax.methods import Maker
+from lpes_jax.methods import Choice, Maker, Tuning
 from lpes_jax.models.llama.config import LlamaConfig
-from lpes_jax.models.llama.method import Method
+from lpes_jax.models.llama.method import TableMethod
 
 BASES = {
     "rag": (10_000.0, 13_000.0, 16_000.0, 19_000.0, 22_000.0, 25_000.0, 28_000.0),
@@ -53,21 +53,27 @@ def attention_buckets(
         if value not in admitted:
             raise UserError(f"Attention Buckets: {name}={value!r:.60} is not one of {', '.join(admitted)}")
 
-    def make(config: LlamaConfig, length: int) -> Method:
+    def make(config: LlamaConfig, length: int) -> TableMethod:
         thetas = [base * config.rope.rope_theta / 10_000 if relative else float(base) for base in numbers]
         if min(thetas) <= 1:
             raise UserError(f"Attention Buckets: a base of {min(numbers)} gives a theta of {min(thetas)}; it must be above 1")
         ropes = [replace(config.rope, rope_theta=theta) for theta in thetas]
         tables = [replace(config, rope=rope).rope_table(length) for rope in ropes]
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *tables)
-        return Method(stacked, merge=Merge(weights, mix), passes=float(len(tables)))
+        return TableMethod(stacked, merge=Merge(weights, mix), passes=float(len(tables)))
 
     return make
 
 
+def choices(tuning: Tuning) -> list[Choice]:
+    """Each set of bases, with logits mixed or probabilities."""
+    kinds = [(bases, mix) for bases in BASES for mix in MIXES][: tuning.budget]
+    return [Choice(f"{bases}, {mix}", attention_buckets(bases, mix=mix)) for bases, mix in kinds]
+
+
 @dataclass(frozen=True)
 class Merge:
-    """`Method.merge`; equal ones are one to `jax.jit`."""
+    """`TableMethod.merge`; equal ones are one to `jax.jit`."""
 
     weights: str
     mix: str

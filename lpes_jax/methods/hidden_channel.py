@@ -35,7 +35,6 @@ Letters: L layers, W strings, T tokens, E embedding.
 """
 
 import string
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -46,9 +45,9 @@ from scipy.signal import savgol_filter
 
 from lpes_jax.errors import UserError
 from lpes_jax.finite import not_finite
-from lpes_jax.methods import Maker
+from lpes_jax.methods import Choice, Maker, Tuning
 from lpes_jax.models.llama.config import LlamaConfig
-from lpes_jax.models.llama.method import Channel, Method, Replacement, of_table
+from lpes_jax.models.llama.method import Channel, Method, of_channel, of_table
 from lpes_jax.models.llama.model import Llama, check_ids, states_after_layers
 
 FACTORS = (0.0, 0.5, -0.5, -1.0)
@@ -73,15 +72,27 @@ def hidden_channel(channel: int, factor: float = 0.0, layers: tuple[int, int] | 
             raise UserError(f"hidden channel: the model's channels are 0 to {config.hidden_size - 1}, got {channel}")
         if not 0 <= first < end <= config.num_layers:
             raise UserError(f"hidden channel: layers {first} to {end} are not some of the model's {config.num_layers}")
-        plain = of_table(config.rope_table(length))
+        table = config.rope_table(length)
         if factor == 1:
-            return plain
+            return of_table(table)
         of_layer = np.ones(config.num_layers, np.float32)
         of_layer[first:end] = factor
         scaled = Channel(jnp.full(config.num_layers, channel, jnp.int32), jnp.asarray(of_layer))
-        return replace(plain, replacement=Replacement(scaled, attention=None))
+        return of_channel(scaled, table)
 
     return make
+
+
+def choices(tuning: Tuning) -> list[Choice]:
+    """The paper's order: positional channels with factor 0, then the other factors of the best one."""
+    count = max(1, min(10, tuning.budget - len(FACTORS[1:])))
+    channels = positional_channels(tuning.model, tuning.tokenizer, tuning.seed, count, tuning.channel_strings)
+
+    def choice(channel: int, factor: float, *then: Choice) -> Choice:
+        return Choice(f"channel {channel}, factor {factor:g}", hidden_channel(channel, factor), then)
+
+    more = FACTORS[1:][: tuning.budget - len(channels)]
+    return [choice(channel, FACTORS[0], *(choice(channel, factor) for factor in more)) for channel in channels]
 
 
 def middle_layers(num_layers: int) -> tuple[int, int]:

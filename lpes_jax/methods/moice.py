@@ -46,7 +46,7 @@ from safetensors.numpy import save_file
 
 from lpes_jax.errors import UserError
 from lpes_jax.json_files import parse_json
-from lpes_jax.methods import Maker
+from lpes_jax.methods import Choice, Maker, Tuning
 from lpes_jax.models.llama.attention import cached_attention, causal_attention
 from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.method import Layer, Method, of_attention
@@ -137,6 +137,15 @@ def moice(router: Router, top_k: int | None = None) -> Maker:
         return of_attention("MoICE", MixedBases(count if top_k is None else top_k), config, length, experts)
 
     return make
+
+
+def choices(tuning: Tuning) -> list[Choice]:
+    """The router that was given, or one that is trained here."""
+    if tuning.router is not None:
+        return [Choice(str(tuning.router), moice(Router.load(tuning.router)))]
+    windows = tuning.text(min(512, tuning.model.config.max_position_embeddings))
+    router, _ = train_router(tuning.model, windows, steps=tuning.router_steps, batch=tuning.router_batch, seed=tuning.seed)
+    return [Choice(f"router trained on {tuning.text_from}", moice(router))]
 
 
 @dataclass(frozen=True)

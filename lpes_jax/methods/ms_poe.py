@@ -34,7 +34,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from lpes_jax.errors import UserError
-from lpes_jax.methods import Maker
+from lpes_jax.methods import Choice, Maker, Tuning
 from lpes_jax.models.llama.attention import cached_attention, causal_attention
 from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.method import Layer, Method, of_attention
@@ -61,6 +61,15 @@ def ms_poe(mode: Mode = "paper", min_ratio: float = 1.2, max_ratio: float = 1.8,
         return of_attention("Ms-PoE", HeadScaling(mode, min_ratio, max_ratio, first_layer), config, length)
 
     return make
+
+
+def choices(tuning: Tuning) -> list[Choice]:
+    """The modes that are defined for the model."""
+    config = tuning.model.config
+    modes: tuple[Mode, ...] = ("paper", "fixed")
+    if config.num_heads == config.num_kv_heads:
+        modes = ("paper", "original", "fixed")
+    return [Choice(mode, ms_poe(mode)) for mode in modes[: tuning.budget]]
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from lpes_jax.errors import UserError
-from lpes_jax.methods import Maker
+from lpes_jax.methods import Choice, Maker, Tuning
 from lpes_jax.models.llama.attention import cached_attention, causal_attention
 from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.method import Layer, Method, of_attention
@@ -46,6 +46,12 @@ def self_extend(group: int = 8, window: int = 1024) -> Maker:
         return of_attention("Self-Extend", GroupedPositions(group, window), config, length)
 
     return make
+
+
+def choices(tuning: Tuning) -> list[Choice]:
+    """Windows from small to large, and groups in each."""
+    sizes = [(group, window) for window in (128, 256, 512, 1024) for group in (2, 4, 8)][: tuning.budget]
+    return [Choice(f"group {group}, window {window}", self_extend(group, window)) for group, window in sizes]
 
 
 @dataclass(frozen=True)

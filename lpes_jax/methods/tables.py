@@ -6,6 +6,7 @@ frequencies that it gives; the other methods rebuild frequencies from theta, wou
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 from lpes_jax.errors import UserError
 from lpes_jax.factors import LayerFactors
 from lpes_jax.mark import refuse_marked
-from lpes_jax.methods import Maker
+from lpes_jax.methods import Choice, Maker, Tuning
 from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.method import Method, of_table
 from lpes_jax.rope import RopeParameters
@@ -128,6 +129,47 @@ def lpes(factors: LayerFactors, beyond: str | None = None, factor: float | None 
         return of_table(config.rope_table(length, found))
 
     return make
+
+
+def uniform_choices(tuning: Tuning) -> list[Choice]:
+    """One factor for all layers."""
+    return _by_factor(position_interpolation, 0.5, 2.0, tuning)
+
+
+def pi_choices(tuning: Tuning) -> list[Choice]:
+    """The mean of the factors that a search found."""
+    return [Choice(tuning.factors_from, mean_of(_found("pi", tuning)))]
+
+
+def dynamic_ntk_choices(tuning: Tuning) -> list[Choice]:
+    """One factor: inside the window none has any effect."""
+    return [Choice("factor 2", dynamic_ntk(2.0))]
+
+
+def ntk_by_base_choices(tuning: Tuning) -> list[Choice]:
+    """Factors from 1."""
+    return _by_factor(ntk_by_base, 1.0, 4.0, tuning)
+
+
+def yarn_choices(tuning: Tuning) -> list[Choice]:
+    """Factors from 1."""
+    return _by_factor(yarn, 1.0, 4.0, tuning)
+
+
+def lpes_choices(tuning: Tuning) -> list[Choice]:
+    """The factors that a search found."""
+    return [Choice(tuning.factors_from, lpes(_found("lpes", tuning)))]
+
+
+def _by_factor(make: Callable[[float], Maker], low: float, high: float, tuning: Tuning) -> list[Choice]:
+    factors = np.linspace(low, high, tuning.budget).round(4).tolist()
+    return [Choice(f"factor {factor:g}", make(factor)) for factor in factors]
+
+
+def _found(name: str, tuning: Tuning) -> LayerFactors:
+    if tuning.factors is None:
+        raise UserError(f"--methods {name} needs --factors, the factors.json of a search")
+    return tuning.factors
 
 
 def _with_rope(name: str, config: LlamaConfig, **keys: Any) -> LlamaConfig:

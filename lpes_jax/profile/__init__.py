@@ -6,9 +6,8 @@ files.
 """
 
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from lpes_jax.errors import UserError
 from lpes_jax.evaluation import BASELINE, Candidate
@@ -16,14 +15,14 @@ from lpes_jax.factors import LayerFactors
 from lpes_jax.limits import check_bounds
 from lpes_jax.mesh import make_mesh
 from lpes_jax.models.llama import load
-from lpes_jax.profile.findings import RULER
-from lpes_jax.profile.grid import Grid, Name, Plan
+from lpes_jax.profile.grid import Grid, Plan
 from lpes_jax.profile.page import draw, record_of, tables
 from lpes_jax.profile.text_loss import WINDOWS, text_loss
 from lpes_jax.report.html import write_page
 from lpes_jax.report.progress import SearchProgress
 from lpes_jax.report.tables import show
 from lpes_jax.same_model import check_loaded
+from lpes_jax.settings.profile import ProfileSettings
 from lpes_jax.store import output
 from lpes_jax.store.files import write_json, write_text
 from lpes_jax.store.provenance import check_deterministic
@@ -33,51 +32,6 @@ _CEILING_SHARE = 0.08  # of the time, for questions with the fact alone beyond t
 _REPORT_SECONDS = 6.0  # kept for the pictures and the page
 
 
-@dataclass(frozen=True)
-class ProfileSettings:
-    """Which model, up to which length, in how much time."""
-
-    model: str = "tiny-retriever"
-    """A name in models/zoo, a folder in Hugging Face layout, a .gguf file, or a Hugging Face hub id."""
-    output_path: Path = Path("runs/profile")
-    """Folder of the results (where it is not given and taken: runs/profile-2, ...)."""
-    overwrite: bool = False
-    """Replace the finished profile in --output-path."""
-    factors: Path | None = None
-    """factors.json of a search, or the zoo's by name (MODEL/NAME): profiled as well, on the same questions."""
-    other_model: bool = False
-    """Take factors that were found for another model (other sizes, RoPE or tokenizer), as far as their shape fits."""
-
-    lengths: tuple[int, ...] = ()
-    """Tokens of a prompt, its answer included (default: the model's window, 8192 at most, and its half, quarter and eighth)."""
-    positions: tuple[int, ...] = (0, 25, 50, 75, 100)
-    """Positions of the fact, in percent."""
-    tasks: tuple[Name, ...] = ("kv", "single_1", "multikey_2", "multikey_3", "vt")
-    """kv: key-value pairs; RULER's single_1, multikey_2, multikey_3 and vt (variable tracking, the chain at the position);
-    near_keys: a needle among others whose keys share a word with it."""
-    key_length: int | None = None
-    """kv: keys and values of this many hexadecimal characters instead of UUIDs (default for tiny-retriever: 8, which it
-    reads)."""
-    minutes: float = 5.0
-    """Time for all of it, loading and compiling included. What it does not suffice for stays grey."""
-    threshold: float = RULER
-    """What counts as reliable: the worst position has this share of what is answered with the fact alone."""
-    confidence: float = 0.95
-    """That all bounds hold together."""
-    text: Path | None = None
-    """Text file for the loss by position (default: sentences of a grammar)."""
-    seed: int = 0
-    """Seed of the questions."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """auto: bfloat16 on a GPU, float32 on a CPU."""
-    deterministic: bool = False
-    """On a GPU: only kernels that give the same bits in every run, some of which are slower."""
-    batch_size: int | None = None
-    """Prompts a forward pass and device (default: chosen from the memory)."""
-    model_axis: int = 1
-    """Devices that share one copy of the model (for models larger than a device); the others have copies of their own."""
-
-
 def run_profile(settings: ProfileSettings) -> Grid:
     """Measure for the time that is given, write the folder, print what it says; return what was measured.
 
@@ -85,28 +39,30 @@ def run_profile(settings: ProfileSettings) -> Grid:
     """
     started = time.time()
     _check(settings)
-    check_deterministic(settings.deterministic)
-    output.check(settings.output_path, "profile", overwrite=settings.overwrite)
-    factors = None if settings.factors is None else LayerFactors.load(settings.factors)
-    loaded = load(settings.model, settings.dtype, make_mesh(settings.model_axis))
+    check_deterministic(settings.devices.deterministic)
+    output.check(settings.run.output_path, "profile", overwrite=settings.run.overwrite)
+    factors = None if settings.factors.factors is None else LayerFactors.load(settings.factors.factors)
+    loaded = load(settings.run.model, settings.devices.dtype, make_mesh(settings.devices.model_axis))
     candidates, factors_model = [Candidate(BASELINE)], None
     if factors is not None:
-        factors_model = check_loaded(factors, loaded, str(settings.factors), settings.other_model)
+        factors_model = check_loaded(factors, loaded, str(settings.factors.factors), settings.factors.other_model)
         candidates.append(Candidate("factors", factors))
     window = loaded.model.config.max_position_embeddings
     plan = Plan(
-        tasks=settings.tasks,
-        lengths=tuple(sorted(settings.lengths)) or default_lengths(window),
-        positions=settings.positions,
-        threshold=settings.threshold,
-        confidence=settings.confidence,
-        seed=settings.seed,
-        key_length=8 if settings.key_length is None and settings.model == "tiny-retriever" else settings.key_length,
+        tasks=settings.grid.tasks,
+        lengths=tuple(sorted(settings.grid.lengths)) or default_lengths(window),
+        positions=settings.grid.positions,
+        threshold=settings.judgement.threshold,
+        confidence=settings.judgement.confidence,
+        seed=settings.run.seed,
+        key_length=8
+        if settings.grid.key_length is None and settings.run.model == "tiny-retriever"
+        else settings.grid.key_length,
     )
     if plan.lengths[-1] > window:
         raise UserError(f"--lengths {plan.lengths[-1]}: the model's window is {window} tokens; give lengths up to that")
-    grid = Grid(loaded, plan, candidates, batch_size=settings.batch_size)
-    deadline = started + 60 * settings.minutes - _REPORT_SECONDS
+    grid = Grid(loaded, plan, candidates, batch_size=settings.devices.batch_size)
+    deadline = started + 60 * settings.judgement.minutes - _REPORT_SECONDS
     with SearchProgress(grid.prompts_of_first_blocks(), deadline=deadline) as progress:
         progress.note(f"profiling {loaded.identity['name']}")
         grid.on_prompts = progress.prompts
@@ -114,12 +70,12 @@ def run_profile(settings: ProfileSettings) -> Grid:
         text = _measure(grid, settings, deadline, progress)
     found: dict[str, Any] = record_of(grid, text, _config(settings, grid), started)
     found["factors_model"] = factors_model
-    with output.staged(settings.output_path) as folder:
+    with output.staged(settings.run.output_path) as folder:
         shown, pictures = tables(grid, found), draw(folder, grid, found)
         write_text(folder / "profile.md", shown)
         write_page(folder, "profile", found["says"][BASELINE], settings, found, shown, pictures)
         write_json(folder / "profile.json", found)
-    show(*found["says"].values(), f"profile: {settings.output_path}")
+    show(*found["says"].values(), f"profile: {settings.run.output_path}")
     return grid
 
 
@@ -131,17 +87,17 @@ def default_lengths(window: int) -> tuple[int, ...]:
 
 def _check(settings: ProfileSettings) -> None:
     check_bounds(settings)
-    check_positions(settings.positions)
-    check_once(settings.lengths, "--lengths")
-    check_once(settings.tasks, "--tasks")
-    if settings.text is not None and not settings.text.is_file():
-        raise UserError(f"--text {settings.text}: no such file; any text file in UTF-8")
-    if not settings.tasks:
+    check_positions(settings.grid.positions)
+    check_once(settings.grid.lengths, "--lengths")
+    check_once(settings.grid.tasks, "--tasks")
+    if settings.grid.text is not None and not settings.grid.text.is_file():
+        raise UserError(f"--text {settings.grid.text}: no such file; any text file in UTF-8")
+    if not settings.grid.tasks:
         raise UserError("--tasks: give at least one task")
 
 
 def _config(settings: ProfileSettings, grid: Grid) -> dict[str, Any]:
-    config = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(settings).items()}
+    config = {name: str(value) if isinstance(value, Path) else value for name, value in settings.flat().items()}
     config |= {"lengths": list(grid.plan.lengths), "key_length": grid.plan.key_length}
     return config | {"model_identity": grid.loaded.identity}
 
@@ -156,7 +112,9 @@ def _measure(grid: Grid, settings: ProfileSettings, deadline: float, progress: S
             asked, length, began = True, grid.plan.lengths[-1], time.time()
             if began + grid.seconds_of_text(WINDOWS * length) < deadline:
                 progress.note(f"the loss of plain text in {length:,} tokens")
-                text = text_loss(grid.loaded, grid.candidates, length, settings.text, settings.seed, settings.batch_size)
+                text = text_loss(
+                    grid.loaded, grid.candidates, length, settings.grid.text, settings.run.seed, settings.devices.batch_size
+                )
                 text["seconds"] = round(time.time() - began, 3)
         elif column is None:
             return text

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 
 from lpes_jax import process
 from lpes_jax.cli import run_verb
-from lpes_jax.profile import ProfileSettings, run_profile
+from lpes_jax.profile import run_profile
+from lpes_jax.settings.profile import ProfileSettings
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -27,6 +27,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Float
 
+from lpes_jax.choices import ProfileTask
 from lpes_jax.compilation import compilations
 from lpes_jax.errors import UserError
 from lpes_jax.evaluation import Candidate
@@ -44,7 +45,6 @@ from lpes_jax.tasks.sizes import alone, of_length
 from lpes_jax.tasks.variable_tracking import VariableTracking
 
 Status = Literal["above", "below", "undecided"]
-Name = Literal["kv", "single_1", "multikey_2", "multikey_3", "near_keys", "vt"]
 QUESTIONS = 4  # of a haystack at a position, where all items can be asked for
 UNITS = 8  # of a block
 MOST_UNITS = 480
@@ -54,7 +54,7 @@ _FOR_CEILINGS = 0.1  # of what may go wrong
 _GROWTH = 1.3  # seconds of a block are taken to grow as tokens to this power, where a length was not measured yet
 
 
-def make_task(name: Name, key_length: int | None = None) -> Any:
+def make_task(name: ProfileTask, key_length: int | None = None) -> Any:
     """A task of the grid, of any length."""
     if name == "kv":
         return KeyValue(QUESTIONS, key_length, queries_per_haystack=QUESTIONS)
@@ -67,7 +67,7 @@ def make_task(name: Name, key_length: int | None = None) -> Any:
 class Plan:
     """What is measured, and what counts as found: a threshold as a share of the ceiling, and a confidence."""
 
-    tasks: tuple[Name, ...]
+    tasks: tuple[ProfileTask, ...]
     lengths: tuple[int, ...]
     positions: tuple[int, ...]
     threshold: float
@@ -80,7 +80,7 @@ class Plan:
 class Column:
     """A task at a length. `missing` says why nothing was measured."""
 
-    name: Name
+    name: ProfileTask
     length: int
     task: Any = None
     missing: str | None = None
@@ -136,7 +136,7 @@ class Grid:
         """
         correct: dict[str, list[float]] = {name: [] for name in self.plan.tasks}
         for block in range(MOST_CEILING // CEILING_QUESTIONS):
-            names: list[Name] = [name for name in self.plan.tasks if not block or self.usable(name)]
+            names: list[ProfileTask] = [name for name in self.plan.tasks if not block or self.usable(name)]
             if not names or (block >= _SURE_BLOCKS and time.time() > until):
                 return
             prompts: list[Prompt] = []

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from lpes_jax.choices import ProfileTask
 from lpes_jax.compilation import compilations
 from lpes_jax.evaluation import BASELINE
 from lpes_jax.profile.findings import RULER, changes, effective, losses, ruler_mean, sentence
-from lpes_jax.profile.grid import Column, Grid, Name
+from lpes_jax.profile.grid import Column, Grid
 from lpes_jax.report.plots import heat_maps, loss_by_position
 from lpes_jax.report.tables import markdown_table
 from lpes_jax.store.provenance import environment
@@ -97,7 +98,7 @@ def draw(folder: Path, grid: Grid, record: dict[str, Any]) -> dict[str, Path]:
     return pictures
 
 
-def _heat_map(folder: Path, grid: Grid, task: Name) -> Path:
+def _heat_map(folder: Path, grid: Grid, task: ProfileTask) -> Path:
     """The picture of a task: a map for each candidate."""
     maps, undecided, plan = {}, {}, grid.plan
     _, low, high = grid.ceiling[task]

@@ -4,7 +4,6 @@ The pictures are the run's own SVG files, inside the page as data URIs; the tabl
 """
 
 import base64
-import dataclasses
 import json
 import re
 import shlex
@@ -13,6 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from lpes_jax.settings import Settings
 from lpes_jax.store.files import write_text
 
 STYLE = """
@@ -36,7 +36,7 @@ def write_page(
     folder: Path,
     verb: str,
     title: str,
-    settings: Any,
+    settings: Settings,
     record: Mapping[str, Any],
     text: str,
     pictures: Mapping[str, Path],
@@ -45,7 +45,7 @@ def write_page(
 ) -> Path:
     """Write `report.html` into the folder, whole or not at all, and return its path.
 
-    settings: the verb's dataclass of flags. record: `results.json`. text: `results.md`. pictures: SVG files by their
+    settings: the verb's flags. record: `results.json`. text: `results.md`. pictures: SVG files by their
     captions. search: what factors.json has under that name. preset: the flags that a preset gives.
     """
     config = {name: value for name, value in record["config"].items() if name not in ("model_identity", "chat")}
@@ -80,12 +80,13 @@ def write_page(
     return path
 
 
-def _command(verb: str, settings: Any, preset: Mapping[str, Any]) -> list[str]:
+def _command(verb: str, settings: Settings, preset: Mapping[str, Any]) -> list[str]:
     """What gives the same settings again, in a shell's words: the flags that are not as they are without being given."""
     words = ["python", "-m", f"lpes_jax.{verb}"]
-    for flag in dataclasses.fields(settings):
-        value, name = getattr(settings, flag.name), flag.name.replace("_", "-")
-        if value == preset.get(flag.name, flag.default):
+    defaults = type(settings)().flat() | dict(preset)
+    for flag, value in settings.flat().items():
+        name = flag.replace("_", "-")
+        if value == defaults[flag]:
             continue
         if isinstance(value, bool):
             words.append(f"--{name}" if value else f"--no-{name}")

@@ -25,7 +25,8 @@ from lpes_jax.report.tables import Grid, by_task, differences, markdown, positio
 from lpes_jax.same_model import check_loaded
 from lpes_jax.search.loop import SearchResult, search
 from lpes_jax.search.mixture import file_stem, mixture_of
-from lpes_jax.search.settings import SearchSettings, as_record, check, preset, preset_values
+from lpes_jax.search.settings import check
+from lpes_jax.settings.search import SearchSettings, as_record, preset, preset_values
 from lpes_jax.store import output
 from lpes_jax.store.files import write_json, write_text
 from lpes_jax.store.provenance import check_deterministic
@@ -48,23 +49,18 @@ def run_search(settings: SearchSettings, loaded: Loaded | None = None, measured:
     """
     started = time.time()
     check(settings)
-    check_deterministic(settings.deterministic)
-    overwrite, resume = settings.overwrite, settings.resume
-    hosts.from_first(lambda: output.check(settings.output_path, "search", overwrite=overwrite, resume=resume))
-    mixture = mixture_of(settings, settings.limit, settings.test_limit, max_new_tokens=settings.max_new_tokens)
-    if mixture is None and name_of(settings) == "perplexity":
+    check_deterministic(settings.devices.deterministic)
+    questions, run = settings.questions, settings.run
+    hosts.from_first(lambda: output.check(run.output_path, "search", overwrite=run.overwrite, resume=run.resume))
+    mixture = mixture_of(settings.task, questions.limit, questions.test_limit, max_new_tokens=questions.max_new_tokens)
+    if mixture is None and name_of(settings.task) == "perplexity":
         raise UserError("--task perplexity has no questions to search on; search on another task and evaluate on this one")
-    tasks = tasks_of(settings, max_new_tokens=settings.max_new_tokens) if mixture is None else mixture.tasks
-    titles = [title_of(settings, task) for task in tasks] if mixture is None else mixture.titles
-    start = None if settings.initial_factors is None else LayerFactors.load(settings.initial_factors)
-    loaded = loaded or load(settings.model, settings.dtype, make_mesh(settings.model_axis))
+    tasks = tasks_of(settings.task, max_new_tokens=questions.max_new_tokens) if mixture is None else mixture.tasks
+    titles = [title_of(settings.task, task) for task in tasks] if mixture is None else mixture.titles
+    start = None if settings.start.initial_factors is None else LayerFactors.load(settings.start.initial_factors)
+    loaded = loaded or load(run.model, settings.devices.dtype, make_mesh(settings.devices.model_axis))
     refuse_marked(loaded.model.config.mark, f"--model {loaded.identity['name']}")  # what is found could not be used with it
-    chat = make_chat(
-        loaded.tokenizer,
-        apply_chat_template=settings.apply_chat_template,
-        prompt_form=settings.prompt_form,
-        system_prompt=settings.system_prompt,
-    )
+    chat = make_chat(loaded.tokenizer, **settings.prompt.flat())
     if chat is not None:
         tasks = [ChatTask(task, chat.render) for task in tasks]
         mixture = mixture and mixture.with_tasks(lambda task: ChatTask(task, chat.render))
@@ -72,8 +68,8 @@ def run_search(settings: SearchSettings, loaded: Loaded | None = None, measured:
     of_mixture = mixture.record() if mixture else {}
     config = as_record(settings) | {"model_identity": identity} | ({"mixture": of_mixture} if mixture else {})
     if start is not None:
-        where = f"--initial-factors {settings.initial_factors}"
-        config["factors_model"] = check_loaded(start, loaded, where, settings.other_model)
+        where = f"--initial-factors {settings.start.initial_factors}"
+        config["factors_model"] = check_loaded(start, loaded, where, settings.start.other_model)
     shown: list[Grid | str] = []
 
     def finish(result: SearchResult, folder: RunFolder) -> SearchResult:
@@ -96,8 +92,8 @@ def run_search(settings: SearchSettings, loaded: Loaded | None = None, measured:
             1
         ]
         head = f"Search: {name}, {', '.join(titles)}"
-        from_file = settings.mixture is not None
-        given = preset_values(getattr(settings, "preset", "default"), settings.algorithm, mixture=from_file)
+        from_file = settings.task.mixture is not None
+        given = preset_values(run.preset, settings.algorithm, mixture=from_file)
         write_page(folder.path, "search", head, settings, evaluation, text, pictures, result.factors.search, given)
         folder.settle()
         write_json(folder.path / "results.json", evaluation)  # last: where it is, all is
@@ -107,7 +103,7 @@ def run_search(settings: SearchSettings, loaded: Loaded | None = None, measured:
     asked = tasks if mixture is None else mixture
     result = search(settings, loaded.model, loaded.tokenizer, asked, identity, loaded.stop_ids, finish, measured)
     if not result.reports:
-        shown.append(f"the run in {settings.output_path} is complete, nothing was done")
+        shown.append(f"the run in {settings.run.output_path} is complete, nothing was done")
     show(*shown)
     return result
 
@@ -175,17 +171,17 @@ def _report(
 def _numbers_by_layer(result: SearchResult, settings: SearchSettings, folder: Path, model: str) -> dict[str, Path]:
     """Pictures of the factors and gains that were learnt, by their captions."""
     found, pictures = result.factors, {}
-    learnt = ("factors", "gains") if settings.learn == "both" else (settings.learn,)
+    learnt = ("factors", "gains") if settings.space.learn == "both" else (settings.space.learn,)
     columns = {"factors": (found.factors, found.granularity), "gains": (found.gains, found.gains_granularity)}
     for at, what in enumerate(learnt):
         values, granularity = columns[what]
         assert values is not None and granularity is not None  # what is learnt is there
         points, outline = None, None
-        if result.control_points is not None and settings.curve in ("bezier", "linear", "step"):
+        if result.control_points is not None and settings.space.curve in ("bezier", "linear", "step"):
             points = result.control_points[:, [0, 1 + at]]
-            if settings.curve == "bezier":
+            if settings.space.curve == "bezier":
                 outline = np.array(bezier_outline(jnp.asarray(points, jnp.float32)))
-            if what == "factors" and settings.parameter == "multiplier":
+            if what == "factors" and settings.space.parameter == "multiplier":
                 with np.errstate(divide="ignore"):
                     for drawn in (points, outline):
                         if drawn is not None:

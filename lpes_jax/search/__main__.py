@@ -19,22 +19,11 @@ The folder gets factors.json (give it to evaluate), results.json, results.md, sa
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 from lpes_jax import process
 from lpes_jax.cli import run_verb, value_of
 from lpes_jax.search import run_search
-from lpes_jax.search.settings import PRESETS, SearchSettings, preset_values
-
-
-@dataclass(frozen=True)
-class SearchFlags(SearchSettings):
-    """The settings, and the preset that gives those that are not named."""
-
-    preset: Literal["paper", "default", "quick", "best"] = "default"
-    """paper: the paper's settings to the letter (with --algorithm gradient those of Appendix C); default: the same GA with what
-    works better; quick: minutes on two cores; best: by gradient, a factor for each frequency of each layer."""
+from lpes_jax.settings.search import PRESETS, SearchSettings, preset_values
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,8 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     algorithm = value_of("--algorithm", arguments) or "ga"
     mixture = value_of("--mixture", arguments) is not None
     values = preset_values(chosen, algorithm, mixture=mixture) if chosen in PRESETS else {}  # the parser refuses others
-    defaults = SearchFlags(**values)
-    return run_verb(defaults, run_search, __doc__ or "", arguments, "search", many_hosts=True)
+    return run_verb(SearchSettings().replace(**values), run_search, __doc__ or "", arguments, "search", many_hosts=True)
 
 
 if __name__ == "__main__":

@@ -26,9 +26,10 @@ from lpes_jax.search.genetic import CROSSOVER, FAILED_CROSSOVER, INITIAL, MUTATI
 from lpes_jax.search.gradient import Apply, Look, LossNotFinite, Parameters, State, descend, initial_state
 from lpes_jax.search.minibatches import Data, Examples, Share, by_length, pack, prompts_of_a_tree, shared_trees, sizes
 from lpes_jax.search.plain_text import split_windows
-from lpes_jax.search.settings import SearchSettings, genetic_settings, gradient_settings
+from lpes_jax.search.settings import check_gradient, lattice_of
 from lpes_jax.search.space import LEAST_GAP, Numbers, Space
 from lpes_jax.search.strategies import RANDOM, run_strategy, strategy
+from lpes_jax.settings.search import GradientSettings, SearchSettings
 from lpes_jax.tasks import prompts as task_prompts
 from lpes_jax.tasks.prompts import EncodedPrompt, Prompt, Tokenizer
 from lpes_jax.text_nll import check_text
@@ -51,18 +52,18 @@ class Genetic:
 
     def __init__(self, settings: SearchSettings, space: Space):
         self.settings, self.space = settings, space
-        self.ga = PaperGA(genetic_settings(settings, space))
-        self.individuals = self.ga.settings.population_size + settings.generations * self.ga.population_size
-        self.search_space = {name: size and str(size) for name, size in self.ga.settings.search_space().items()}
+        self.ga = PaperGA(lattice_of(settings, space), settings.ga)
+        self.individuals = settings.ga.population_size + settings.ga.generations * self.ga.population_size
+        self.search_space = {name: size and str(size) for name, size in self.ga.lattice.search_space().items()}
         self._individuals = jax.jit(jax.vmap(lambda points: space.individual(space.numbers(points))))
 
     def run(self, model: Llama, tokenizer: Tokenizer, prompts: Sequence[Sequence[Prompt]], fitness: Fitness) -> None:
         """Keys: one for the start, one for each generation's ask and tell."""
-        ga, key = self.ga, jax.random.key(self.settings.seed)
+        ga, key = self.ga, jax.random.key(self.settings.run.seed)
         params = ga.default_params
         genes, lineage = ga.initial_population(jax.random.fold_in(key, 0), params)
         state = ga.init(jax.random.fold_in(key, 1), genes, -self._scores(0, genes, lineage, fitness), params)
-        for generation in range(1, self.settings.generations + 1):
+        for generation in range(1, self.settings.ga.generations + 1):
             key_ask, key_tell = jax.random.split(jax.random.fold_in(key, generation + 1))
             genes, state = ga.ask(key_ask, state, params)
             scores = self._scores(generation, genes, state.lineage, fitness, np.asarray(state.ids).tolist())
@@ -84,7 +85,7 @@ class Genetic:
             for i in range(len(points))
         ]
         individuals = Individuals.of(*self._individuals(jnp.asarray(points, jnp.float32)))
-        of, keep = self.settings.generations, self.ga.settings.parents + self.ga.settings.crossovers
+        of, keep = self.settings.ga.generations, self.settings.ga.parents + self.settings.ga.crossovers
         return jnp.asarray(fitness.generation(generation, of, drafts, individuals, rivals=parents, keep=keep), jnp.float32)
 
 
@@ -97,15 +98,16 @@ class Strategy:
     sizes: ClassVar[dict[str, float]] = {}
 
     def __init__(self, settings: SearchSettings, space: Space):
-        ga = settings.population_size + settings.generations * (settings.mutations + 2 * settings.crossovers)
-        self.individuals = ga if settings.max_evaluations is None else settings.max_evaluations
-        self.settings, self.space, self.search_space = replace(settings, max_evaluations=self.individuals), space, None
+        ga = settings.ga
+        as_ga = ga.population_size + ga.generations * (ga.mutations + 2 * ga.crossovers)
+        self.individuals = as_ga if ga.max_evaluations is None else ga.max_evaluations
+        self.settings, self.space, self.search_space = settings.replace(max_evaluations=self.individuals), space, None
         first, *others = space.learnt.values()
         _, self.low, self.high = first
         start = [first[0].ravel()]
         start += [self.low + (g - low) / (high - low) * (self.high - self.low) for g, low, high in others for g in [g.ravel()]]
         genes = np.concatenate(start)
-        self.strategy = strategy(settings.algorithm, genes, self.low, self.high, settings.population_size)
+        self.strategy = strategy(settings.algorithm, genes, self.low, self.high, ga.population_size)
         x = space.x.astype(np.float32)
         self._individuals = jax.jit(jax.vmap(lambda columns: space.individual(space.start._replace(x=x, **columns))))
 
@@ -119,7 +121,7 @@ class Strategy:
 
     def run(self, model: Llama, tokenizer: Tokenizer, prompts: Sequence[Sequence[Prompt]], fitness: Fitness) -> None:
         fitness.settings = self.settings
-        generations = math.ceil(self.individuals / self.settings.population_size)
+        generations = math.ceil(self.individuals / self.settings.ga.population_size)
 
         def score(generation: int, genes: Float[np.ndarray, "P N"]) -> Float[np.ndarray, "P"]:
             first, columns = len(fitness.records), self._columns(genes.astype(np.float64))
@@ -142,7 +144,7 @@ class Strategy:
                 rivals, keep = [], math.ceil(len(genes) / 2)
             return fitness.generation(generation, generations, drafts, individuals, rivals=rivals, keep=keep)
 
-        run_strategy(self.strategy, score, self.settings.seed, generations)
+        run_strategy(self.strategy, score, self.settings.run.seed, generations)
 
 
 class Gradient:
@@ -154,9 +156,10 @@ class Gradient:
     def __init__(self, settings: SearchSettings, space: Space):
         self.settings, self.space = settings, space
         self.sizes: dict[str, float] = {}
-        self.gradient = gradient_settings(settings)
-        self.pruned_at = settings.steps // 2 if settings.prune else 0
-        self.parameters, self.project, self.values = box_parameters(settings, space)
+        check_gradient(settings)
+        self.gradient = settings.gradient
+        self.pruned_at = self.gradient.steps // 2 if self.gradient.prune else 0
+        self.parameters, self.project, self.values = box_parameters(self.gradient, space)
 
     def run(self, model: Llama, tokenizer: Tokenizer, prompts: Sequence[Sequence[Prompt]], fitness: Fitness) -> None:
         train, held_back, longest = self.data(model, tokenizer, prompts, fitness.groups, fitness.weights)
@@ -172,7 +175,7 @@ class Gradient:
         resume = next((state for state in kept if lines(state) <= len(folder.recorded)), None)
         fitness.records = folder.keep(0 if resume is None else lines(resume))
         started = time.time() - (fitness.records[-1]["seconds"] if fitness.records else 0)
-        space, values, stay_close = self.space, self.values, self.settings.stay_close
+        space, values, stay_close = self.space, self.values, self.gradient.stay_close
 
         def penalty(parameters: Parameters) -> Float[Array, ""]:
             numbers = values(parameters)
@@ -221,9 +224,10 @@ class Gradient:
                 self.parameters,
                 apply,
                 self.gradient,
+                self.settings.text,
                 project=self.project,
                 penalty=penalty if stay_close else None,
-                seed=self.settings.seed,
+                seed=self.settings.run.seed,
                 resume=resume,
                 on_look=on_look,
             )
@@ -281,11 +285,11 @@ class Gradient:
                 data.add(number, encoded[part], lengths[part], weights, model.config, most if share else None)
             longest = max(longest, *(len(prompt.ids) + max(map(len, prompt.answers)) for prompt in encoded))
         texts, kept_texts = None, None
-        if self.settings.text_weight or self.settings.max_text_loss_rise is not None:
-            s = self.settings
-            texts, kept_texts = split_windows(s.text, model, tokenizer, s.seed, s.text_window, kept_share)
+        text, seed = self.settings.text, self.settings.run.seed
+        if text.text_weight or text.max_text_loss_rise is not None:
+            texts, kept_texts = split_windows(text.text, model, tokenizer, seed, text.text_window, kept_share)
             longest = max(longest, *(windows.shape[1] for windows in kept_texts))
-            texts = texts if s.text_weight else None
+            texts = texts if text.text_weight else None
         return train.data(texts), held_back.data(kept_texts), longest
 
 
@@ -352,7 +356,7 @@ def between_families(prompts: Sequence[EncodedPrompt], places: int, border: int)
     return min(clean, key=lambda at: abs(at - border), default=border)
 
 
-def box_parameters(settings: SearchSettings, space: Space) -> tuple[Parameters, Callable[[Parameters], Parameters], Values]:
+def box_parameters(settings: GradientSettings, space: Space) -> tuple[Parameters, Callable[[Parameters], Parameters], Values]:
     """What Adam moves, what puts it back into the box, and the control points that it stands for.
 
     `clip`: y (and g) itself, clipped after each step, or with `--parameter log` its logarithm. `sigmoid`: u with y = low +
@@ -361,7 +365,7 @@ def box_parameters(settings: SearchSettings, space: Space) -> tuple[Parameters, 
     `--prune` is a proximal step beside Adam's: |log y| (|y - 1| of a multiplier) falls by a share of the learning rate in the
     first half of the steps. The count of steps, and which numbers stay, are among the parameters and have no gradient.
     """
-    last, in_log = max(len(space.layers) - 1.0, 1.0), settings.parameter == "log"
+    last, in_log = max(len(space.layers) - 1.0, 1.0), space.parameter == "log"
     parameters = {}
     for name, (start, low, high) in space.learnt.items():
         y = jnp.asarray(start, jnp.float32)
@@ -370,8 +374,8 @@ def box_parameters(settings: SearchSettings, space: Space) -> tuple[Parameters, 
             y = jnp.log(share / (1 - share))
         parameters[name] = jnp.log(y) if in_log else y
     if settings.move_x:
-        if settings.curve not in ("bezier", "linear"):
-            raise UserError(f"--move-x: --curve {settings.curve} has no x to move; use bezier or linear")
+        if space.curve not in ("bezier", "linear"):
+            raise UserError(f"--move-x: --curve {space.curve} has no x to move; use bezier or linear")
         x = jnp.asarray(space.x, jnp.float32)
         if not np.allclose(space.in_order(x), x, atol=1e-5):
             raise UserError(
@@ -386,7 +390,7 @@ def box_parameters(settings: SearchSettings, space: Space) -> tuple[Parameters, 
         """The parameters behind a step, one column of them nearer to 1 or pruned."""
         half, step = settings.steps // 2, moved["step"]
         value, of_one = moved[name], 0.0 if in_log else 1.0
-        in_log_here = not in_log and settings.parameter == "factor"
+        in_log_here = not in_log and space.parameter == "factor"
         distance = jnp.log(value) if in_log_here else value - of_one
         nearer = jnp.sign(distance) * jnp.maximum(jnp.abs(distance) - settings.prune * settings.learning_rate, 0)
         stays = jnp.where(step == half, jnp.abs(nearer) > settings.learning_rate, moved[f"stays_{name}"])

@@ -23,16 +23,17 @@ from lpes_jax.errors import UserError
 from lpes_jax.factors import array_of, json_of
 from lpes_jax.finite import WAY_OUT, place, shown
 from lpes_jax.generation import GeneratedScorer
-from lpes_jax.mesh import make_mesh, mesh_of, put_model
+from lpes_jax.mesh import make_mesh, mesh_of
 from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.model import Llama
+from lpes_jax.models.llama.sharding import put_model
 from lpes_jax.report.progress import SearchProgress
 from lpes_jax.rope import Granularity
 from lpes_jax.scoring import OptionScorer, Scorer, Scores
 from lpes_jax.search import racing
 from lpes_jax.search.racing import Bar, StagedScorer
-from lpes_jax.search.settings import SearchSettings
 from lpes_jax.search.stop import BudgetSpent, GracefulStop
+from lpes_jax.settings.search import SearchSettings
 from lpes_jax.store.run_folder import RunFolder
 from lpes_jax.tasks import prompts as task_prompts
 from lpes_jax.tasks.leaks import count_leaky
@@ -137,7 +138,7 @@ class Fitness:
         self.settings, self.scorer, self.folder, self.progress, self.stop = settings, scorer, folder, progress, stop
         self.first_bad_layer, self.positions = first_bad_layer, positions
         self.granularities = granularities  # of factors and gains
-        self.weights = settings.weights if len(positions) == len(settings.search_positions) else (1.0,)
+        self.weights = settings.objective.weights if len(positions) == len(settings.objective.search_positions) else (1.0,)
         self.records: list[dict[str, Any]] = []
         self.evaluations = 0  # individuals that the model scored, on all examples or in a race: factors that had not been seen
         self._prompts_saved = 0
@@ -173,7 +174,7 @@ class Fitness:
         best = f"best {self.best['fitness']:.4f}" if self.records and self.best["fitness"] is not None else ""
         self.progress.note(f"generation {number}/{of}  {best}")
         before = len(self.records)
-        bar = self._bar(rivals, keep) if self.settings.race else None
+        bar = self._bar(rivals, keep) if self.settings.ga.race else None
         at_once = len(drafts) if bar else self.scorer.individuals_at_once  # who is dropped must not hang on blocks
         for start in range(0, len(drafts), at_once):
             block = slice(start, start + at_once)
@@ -311,15 +312,15 @@ class Fitness:
         self.folder.append(records[len(recorded) :])
         self.records += records
         self.stop.check()
-        if fits < len(cached) or self.evaluations == self.settings.max_evaluations:
+        if fits < len(cached) or self.evaluations == self.settings.ga.max_evaluations:
             raise BudgetSpent
 
     def _within_budget(self, cached: list[bool]) -> int:
         """How many individuals, from the first, need no more evaluations than are left."""
-        if self.settings.max_evaluations is None:
+        if self.settings.ga.max_evaluations is None:
             return len(cached)
         needed = np.cumsum([not known for known in cached])
-        return int((needed <= self.settings.max_evaluations - self.evaluations).sum())
+        return int((needed <= self.settings.ga.max_evaluations - self.evaluations).sum())
 
     def _summary(
         self,
@@ -341,11 +342,11 @@ class Fitness:
         weights = np.array(self.weights)
         finite = bool(np.isfinite(likelihood).all())
         by_text = isinstance(self.scorer, GeneratedScorer)  # which has no likelihood
-        if self.settings.fitness == "log_likelihood":
+        if self.settings.objective.fitness == "log_likelihood":
             fitness = float(weights @ likelihood.mean(axis=0))
         else:
             fitness = float(weights @ accuracy)
-            if self.settings.tie_break and not by_text:
+            if self.settings.objective.tie_break and not by_text:
                 fitness += tie_break_scale(weights.tolist(), len(likelihood)) * float(weights @ probability)
         summary = {
             "fitness": round(fitness, 9) if finite else None,
@@ -361,7 +362,7 @@ class Fitness:
             summary["not_finite"] = {"prompt": first, "first_layer": self.first_bad_layer(first, individual, granularities)}
         if prompts is not None:
             summary["raced"] = len(prompts) / self.scorer.num_prompts
-        elif self.settings.race and finite:
+        elif self.settings.ga.race and finite:
             summary["values"] = racing.to_text(self._values(correct[None], log_likelihood[None])[0])
         return summary
 
@@ -382,7 +383,7 @@ class Fitness:
             accuracy = correct[part].reshape(shape).mean(axis=0, dtype=np.float64)
             likelihood = log_likelihood[part].reshape(shape).astype(np.float64)
             weights = np.array(group.weights)
-            if self.settings.fitness == "log_likelihood":
+            if self.settings.objective.fitness == "log_likelihood":
                 fitness += group.share * float(weights @ likelihood.mean(axis=0))
             else:
                 probability = np.exp(likelihood / self.scorer.answer_tokens[part].reshape(shape)).mean(axis=0)
@@ -400,7 +401,7 @@ class Fitness:
 
     def _tie_break_of_groups(self) -> float:
         """`tie_break_scale` of all tasks: how far two fitnesses are apart at least, halved; 0 where ties stay."""
-        if self.settings.fitness == "log_likelihood" or not self.settings.tie_break:
+        if self.settings.objective.fitness == "log_likelihood" or not self.settings.objective.tie_break:
             return 0.0
         # A verdict of one prompt changes the fitness by one of these; what has no common measure is told apart to a hundredth.
         changes = [
@@ -420,11 +421,11 @@ class Fitness:
         assert isinstance(scorer, StagedScorer)
         shape = len(correct), -1, len(self.positions)
         likelihood = np.where(np.isfinite(log_likelihood), log_likelihood, np.nan).astype(np.float64)
-        if self.settings.fitness == "log_likelihood":
+        if self.settings.objective.fitness == "log_likelihood":
             of_prompts = likelihood
         else:
             questions = correct.shape[1] // len(self.positions)
-            scale = tie_break_scale(self.weights, questions) if self.settings.tie_break else 0.0
+            scale = tie_break_scale(self.weights, questions) if self.settings.objective.tie_break else 0.0
             of_prompts = correct + scale * np.exp(likelihood / scorer.answer_tokens)
         return scorer.by_unit(of_prompts.reshape(shape) @ weights)
 
@@ -432,7 +433,7 @@ class Fitness:
         """How much one verdict changes the value of a unit."""
         scorer = self.scorer
         assert isinstance(scorer, StagedScorer)
-        return 0.0 if self.settings.fitness == "log_likelihood" else scorer.of_question * max(self.weights)
+        return 0.0 if self.settings.objective.fitness == "log_likelihood" else scorer.of_question * max(self.weights)
 
 
 def _told(record: dict[str, Any]) -> str:
@@ -486,13 +487,13 @@ def search_prompts(
 
     Raises UserError where the task cannot be scored in the way that is asked for.
     """
-    by_text = settings.fitness == "metric" and task.decided_by == "generation"
+    by_text = settings.objective.fitness == "metric" and task.decided_by == "generation"
     prompts = [task.prompt(example, *place) for example in examples for place in places]
-    prompts, of_task = count_leaky(prompts, settings.drop_leaky)
+    prompts, of_task = count_leaky(prompts, settings.questions.drop_leaky)
     counts.update(of_task)
     prompts = fit(settings, config, task, tokenizer, prompts, by_text)
     if not by_text and not task_prompts.short_answers(prompts):
-        wanted = "--algorithm gradient" if settings.algorithm == "gradient" else f"--fitness {settings.fitness}"
+        wanted = "--algorithm gradient" if settings.algorithm == "gradient" else f"--fitness {settings.objective.fitness}"
         raise UserError(f"{wanted}: --task {task.name} has no short answers to expect; use --fitness metric")
     return prompts
 
@@ -510,47 +511,53 @@ def make_scorer(
     Raises UserError for too few to race on.
     """
     everything, task = [prompt for of_task in prompts for prompt in of_task], tasks[0]
-    if settings.fitness == "metric" and task.decided_by != "options":
+    if settings.objective.fitness == "metric" and task.decided_by != "options":
         metric, new_tokens = task.metrics[0], _new_tokens(settings, task)
 
         def score(output: str, prompt: Prompt) -> float:
             return task.score(task_prompts.before_stop(output, task.stop), prompt)[metric]
 
         return GeneratedScorer(
-            model, tokenizer, everything, score, max_new_tokens=new_tokens, stop_ids=stop_ids, batch_size=settings.batch_size
+            model,
+            tokenizer,
+            everything,
+            score,
+            max_new_tokens=new_tokens,
+            stop_ids=stop_ids,
+            batch_size=settings.devices.batch_size,
         )
 
     def of_prompts(chosen: Sequence[int], decided_by: str = task.decided_by) -> Scorer | OptionScorer:
         asked = [everything[at] for at in chosen]
         if decided_by == "options":
-            return OptionScorer(placed, tokenizer, asked, batch_size=settings.batch_size, individuals=individuals)
+            return OptionScorer(placed, tokenizer, asked, batch_size=settings.devices.batch_size, individuals=individuals)
         encoded = task_prompts.encode(asked, tokenizer, model.config.max_position_embeddings)
         return Scorer(
             placed,
             encoded,
-            batch_size=settings.batch_size,
-            population_chunk=settings.population_chunk,
+            batch_size=settings.devices.batch_size,
+            population_chunk=settings.devices.population_chunk,
             individuals=individuals,
         )
 
-    of_algorithm = settings.max_evaluations
+    of_algorithm = settings.ga.max_evaluations
     if of_algorithm is None:
-        of_algorithm = settings.population_size * (settings.generations + 1)
-    individuals = settings.uniform_candidates + (0 if settings.algorithm == "gradient" else of_algorithm)
+        of_algorithm = settings.ga.population_size * (settings.ga.generations + 1)
+    individuals = settings.objective.uniform_candidates + (0 if settings.algorithm == "gradient" else of_algorithm)
     placed = model
     kinds = [it.decided_by for it, of_task in zip(tasks, prompts, strict=True) for _ in of_task]
     if len(set(kinds)) > 1:
         runs = [list(run) for _, run in itertools.groupby(range(len(kinds)), lambda at: kinds[at])]
         return JoinedScorer([of_prompts(run, kinds[run[0]]) for run in runs])
-    if not settings.race:
+    if not settings.ga.race:
         return of_prompts(range(len(everything)))
     placed = put_model(model, mesh_of(model) or make_mesh())  # once, for all parts
-    places, units, questions = len(settings.search_positions) if task.num_items > 1 else 1, [], 0
+    places, units, questions = len(settings.objective.search_positions) if task.num_items > 1 else 1, [], 0
     for of_task in prompts:
         first = task_prompts.token_ids(tokenizer, [prompt.text for prompt in of_task[::places]])
         units.append([[questions + at for at in unit] for unit in racing.units_of(first)])
         questions += len(first)
-    return StagedScorer(of_prompts, racing.eighths(units, settings.seed), places)
+    return StagedScorer(of_prompts, racing.eighths(units, settings.run.seed), places)
 
 
 def fit(
@@ -563,7 +570,7 @@ def fit(
         config.max_position_embeddings,
         max_prompt_tokens=task.max_prompt_tokens,
         new_tokens=_new_tokens(settings, task) if generates else 0,
-        overlength=settings.overlength,
+        overlength=settings.questions.overlength,
     )
     if prompts and not fitted.prompts:
         raise UserError("--overlength skip leaves out all questions; use fewer items a prompt")
@@ -571,7 +578,7 @@ def fit(
 
 
 def _new_tokens(settings: SearchSettings, task: Task) -> int:
-    return task.max_new_tokens if settings.max_new_tokens is None else settings.max_new_tokens
+    return task.max_new_tokens if settings.questions.max_new_tokens is None else settings.questions.max_new_tokens
 
 
 def rounded(factors: Float[np.ndarray, "L *units"]) -> list:

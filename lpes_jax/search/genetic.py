@@ -1,6 +1,6 @@
 """The paper's genetic algorithm (section 3.2, Algorithm 1, Appendices B and E) as an evosax algorithm.
 
-    ga = PaperGA(GeneticSettings(num_layers=32))
+    ga = PaperGA(Lattice(num_layers=32), GeneticSettings())
     params = ga.default_params
     population, lineage = ga.initial_population(key, params)           # generation 0, N_ps individuals
     state = ga.init(key, population, -fitness(ga.control_points(population)), params)
@@ -44,7 +44,8 @@ from evosax.algorithms.population_based.base import State as BaseState
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from lpes_jax.search.genetic_settings import GeneticSettings, steps
+from lpes_jax.search.lattice import Lattice, max_changes, steps
+from lpes_jax.settings.search import GeneticSettings
 
 INITIAL, MUTATION, CROSSOVER, FAILED_CROSSOVER = range(4)  # Lineage.operator; the last: a mutation, as no try was valid
 MUTATION_DRAWS = 64
@@ -92,30 +93,30 @@ class Params(BaseParams):
 class PaperGA(PopulationBasedAlgorithm):
     """The paper's constrained genetic algorithm (Algorithm 1). `population_size` is what `ask` returns: N_mu + 2 N_cr."""
 
-    def __init__(self, settings: GeneticSettings, metrics_fn=metrics_fn):
-        solution = jnp.zeros((settings.control_points, len(settings.axes)))
+    def __init__(self, lattice: Lattice, settings: GeneticSettings, metrics_fn=metrics_fn):
+        self.lattice, self.settings, self.max_changes = lattice, settings, max_changes(settings, lattice)
+        solution = jnp.zeros((lattice.control_points, len(lattice.axes)))
         super().__init__(settings.mutations + 2 * settings.crossovers, solution, metrics_fn=metrics_fn)
-        self.settings = settings
-        self.on_lattice = tuple(step > 0 for _, _, step, _ in settings.axes)
+        self.on_lattice = tuple(step > 0 for _, _, step in lattice.axes)
 
     @property
     def _default_params(self) -> Params:
         in_genes = [
             (0, steps(high, low, step), steps(change, 0.0, step) // 1) if step else (low, high, change)
-            for low, high, step, change in self.settings.axes
+            for (low, high, step), change in zip(self.lattice.axes, self.max_changes, strict=True)
         ]
         return Params(self.settings.mutation_rate, *jnp.array(in_genes, jnp.float32).T)
 
     def control_points(self, genes: Float[Array | np.ndarray, "*population C n"]) -> Float[Array, "*population C n"]:
         """The points that genes stand for (x in layers, y the factor), float32. Traceable."""
-        codes, tables = genes.astype(jnp.int32), self.settings.lattices
+        codes, tables = genes.astype(jnp.int32), self.lattice.lattices
         axes = [genes[..., i] if t is None else jnp.asarray(t, jnp.float32)[codes[..., i]] for i, t in enumerate(tables)]
         return jnp.stack(axes, axis=-1)
 
     def recorded_points(self, genes: Float[Array | np.ndarray, "*population C n"]) -> Float[np.ndarray, "*population C n"]:
         """The same for records, float64 on the host: a lattice value is the decimal itself, 1.1 and not 1.1000000238."""
         points = np.array(genes, np.float64)
-        for i, (table, (low, high, *_)) in enumerate(zip(self.settings.lattices, self.settings.axes, strict=True)):
+        for i, (table, (low, high, _)) in enumerate(zip(self.lattice.lattices, self.lattice.axes, strict=True)):
             points[..., i] = np.clip(points[..., i], low, high) if table is None else table[points[..., i].astype(int)]
         return points
 
@@ -123,7 +124,7 @@ class PaperGA(PopulationBasedAlgorithm):
     def initial_population(self, key: jax.Array, params: Params) -> tuple[Float[Array, "P C n"], Lineage]:
         """Genes of generation 0: Eq. 8 first (operator INITIAL), then its mutations, N_ps in all. To be given to `init`."""
         size = self.settings.population_size
-        first = jnp.asarray(self.settings.initial_genes)
+        first = jnp.asarray(self.lattice.initial_genes)
         mutants = jax.vmap(lambda key: mutation(key, first, params, self.on_lattice))(jax.random.split(key, size - 1))
         ids = jnp.arange(size, dtype=jnp.int32)
         parents = jnp.stack([jnp.where(ids == 0, -1, 0), jnp.full_like(ids, -1)], axis=1)
@@ -150,7 +151,7 @@ class PaperGA(PopulationBasedAlgorithm):
 
     def _ask(self, key: jax.Array, state: State, params: Params) -> tuple[Float[Array, "P genes"], State]:
         s = self.settings
-        parents = state.population.reshape(s.parents, s.control_points, -1)
+        parents = state.population.reshape(s.parents, self.lattice.control_points, -1)
         pool = jnp.sum(~jnp.isnan(state.fitness))  # NaN is last, so the first `pool` parents are fit to breed
         pool = jnp.where(pool == 0, s.parents, pool)
 

@@ -29,7 +29,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,12 +40,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from lpes_jax.errors import UserError
 from lpes_jax.limits import check_bounds
-from lpes_jax.mesh import BY_POPULATION, EVERYWHERE, make_mesh, mesh_of, on_one_device, over_population, put, put_model, to_host
+from lpes_jax.mesh import BY_POPULATION, EVERYWHERE, make_mesh, mesh_of, on_one_device, over_population, put, to_host
 from lpes_jax.models.llama.method import of_table
 from lpes_jax.models.llama.model import Llama
+from lpes_jax.models.llama.sharding import put_model
 from lpes_jax.rope import RopeTable
 from lpes_jax.scoring import batch_scores
 from lpes_jax.search.minibatches import Data, Examples, Share, Windows, draws, spread, windows_a_step
+from lpes_jax.settings.search import GradientSettings, TextSettings
 from lpes_jax.text_nll import token_nll
 
 Parameters = Any  # a pytree of float arrays
@@ -56,29 +58,6 @@ QUARTERS = 4
 
 class LossNotFinite(UserError):
     """A loss is NaN or infinite."""
-
-
-@dataclass(frozen=True)
-class GradientSettings:
-    """`minibatch_size` in prompts of a task (about so many where they share: see minibatches.py), `text_minibatch` in windows.
-
-    `learning_rate` is in units of the parameters: Adam's steps are about as large. Raises UserError for what cannot be.
-    """
-
-    steps: int = 200
-    learning_rate: float = 0.03
-    schedule: Literal["cosine", "constant"] = "cosine"
-    weights_in: Literal["loss", "sampling"] = "loss"
-    minibatch_size: int = 24
-    validation_share: float = 0.25
-    look_every: int = 10
-    patience: int = 0
-    text_weight: float = 0.0
-    text_minibatch: int = 4
-    max_text_loss_rise: float | None = None
-
-    def __post_init__(self):
-        check_bounds(self)
 
 
 class Look(NamedTuple):
@@ -166,6 +145,7 @@ def descend(
     parameters: Parameters,
     apply: Apply,
     settings: GradientSettings,
+    text: TextSettings,
     *,
     project: Callable[[Parameters], Parameters] = lambda parameters: parameters,
     penalty: Callable[[Parameters], Float[Array, ""]] | None = None,
@@ -176,19 +156,21 @@ def descend(
     """From `parameters` to the allowed look with the lowest loss; the start is the first look, and always allowed.
 
     Minibatches are drawn without replacement, in a new order each epoch, from `seed`. With `patience`, as many looks without
-    a new best end it early. `resume` goes on behind a look: what `on_look` got with it. Raises LossNotFinite for
-    the loss of a step or of a look.
+    a new best end it early. `resume` goes on behind a look: what `on_look` got with it. Raises UserError for settings that are
+    out of bounds, and LossNotFinite for the loss of a step or of a look.
     """
+    check_bounds(settings)
+    check_bounds(text)
     coefficients = None if train.shares is None else tuple(share.coefficient for share in train.shares)
     goal = _Goal(apply, project, penalty, settings.weights_in == "loss", coefficients)
     mesh = _mesh(model)
     model = on_one_device(model) if mesh is None else put_model(model, mesh)
     placed = replace(held_back, tasks=_placed(held_back.tasks, mesh), text=_placed(held_back.texts, mesh))
-    look = partial(_look, goal, mesh, model, placed, settings)
+    look = partial(_look, goal, mesh, model, placed, settings, text)
     minibatches = draws(
         train,
         minibatch_size=settings.minibatch_size,
-        text_minibatch=settings.text_minibatch,
+        text_minibatch=text.text_minibatch,
         by_weight=not goal.weighted,
         seed=seed,
     )
@@ -210,7 +192,7 @@ def descend(
             if settings.patience and state.looks_since_best >= settings.patience:
                 break
             rate = rates(number - 1) if settings.schedule == "cosine" else settings.learning_rate
-            numbers = jnp.asarray(rate, jnp.float32), jnp.asarray(settings.text_weight, jnp.float32)
+            numbers = jnp.asarray(rate, jnp.float32), jnp.asarray(text.text_weight, jnp.float32)
             minibatch = next(minibatches) if mesh is None else spread(next(minibatches), mesh)
             rest = _placed((parameters, moments, *numbers), mesh)
             parameters, moments, loss = _step(goal, mesh, model, *minibatch, *rest)
@@ -386,6 +368,7 @@ def _look(
     model: Llama,
     held_back: Data,
     settings: GradientSettings,
+    text: TextSettings,
     number: int,
     train_loss: float,
     parameters: Parameters,
@@ -407,21 +390,21 @@ def _look(
         loss = float(np.dot(coefficients, losses)) + float(goal.regular(parameters))
         losses, accuracies = _by_task(held_back.shares, losses), _by_task(held_back.shares, accuracies)
     of_texts, quarters = [], ()
-    lengths = [text.shape[1] for text in held_back.texts]
-    for text, size in zip(held_back.texts, windows_a_step(lengths, settings.text_minibatch), strict=True):
-        in_quarters = len(lengths) > 1 and text.shape[1] == max(lengths)
-        now = partial(_text_now, goal, mesh, model, text, placed, quarters=in_quarters)
-        means, *of_quarters = _in_blocks(now, mesh, len(text), size)
+    lengths = [windows.shape[1] for windows in held_back.texts]
+    for windows, size in zip(held_back.texts, windows_a_step(lengths, text.text_minibatch), strict=True):
+        in_quarters = len(lengths) > 1 and windows.shape[1] == max(lengths)
+        now = partial(_text_now, goal, mesh, model, windows, placed, quarters=in_quarters)
+        means, *of_quarters = _in_blocks(now, mesh, len(windows), size)
         of_texts.append(float(means.mean()))
         if of_quarters:
             quarters = tuple(of_quarters[0].mean(axis=0).tolist())
     if of_texts:
         of_text = float(np.mean(of_texts)) if len(of_texts) > 1 else of_texts[0]
-        loss += settings.text_weight * of_text
+        loss += text.text_weight * of_text
     now_and_first = [], []
     if before is not None:
         now_and_first = (quarters, before.first_text_quarters) if quarters else ([of_text], [before.first_text_loss])
-    allowed = rises_within(settings.max_text_loss_rise, *now_and_first)
+    allowed = rises_within(text.max_text_loss_rise, *now_and_first)
     several = tuple(of_texts) if len(of_texts) > 1 else ()
     return Look(number, train_loss, loss, tuple(losses), tuple(accuracies), of_text, allowed, parameters, several, quarters)
 

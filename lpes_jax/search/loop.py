@@ -5,7 +5,7 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,10 @@ from lpes_jax.same_model import facts
 from lpes_jax.search.fitness import Fitness, Group, Individuals, fit, groups_of, make_scorer, search_prompts
 from lpes_jax.search.mixture import Mixture
 from lpes_jax.search.plain_text import check_windows
-from lpes_jax.search.settings import SearchSettings, as_record, scaled_layers, search_space
+from lpes_jax.search.settings import scaled_layers, search_space
 from lpes_jax.search.space import Space
 from lpes_jax.search.stop import BudgetSpent, GracefulStop
+from lpes_jax.settings.search import SearchSettings, as_record
 from lpes_jax.store.files import write_json
 from lpes_jax.store.provenance import check_processes, content_sha256, environment
 from lpes_jax.store.run_folder import RunFolder
@@ -94,24 +95,25 @@ def search(
     layers = scaled_layers(settings, config.num_layers)
     space = search_space(settings, config, layers)
     algorithm = make_algorithm(settings, space)
-    if settings.algorithm == "gradient" and (settings.text_weight or settings.max_text_loss_rise is not None):
-        check_windows(settings.text_window, config.max_position_embeddings)
+    if settings.algorithm == "gradient" and (settings.text.text_weight or settings.text.max_text_loss_rise is not None):
+        check_windows(settings.text.text_window, config.max_position_embeddings)
     mixture, tasks = (tasks, tasks.tasks) if isinstance(tasks, Mixture) else (None, tasks)
-    limits = [(part.limit, part.test_limit) for part in mixture.parts] if mixture else [(settings.limit, settings.test_limit)]
-    limits = limits if mixture else limits * len(tasks)
+    questions = settings.questions
+    limits = [(part.limit, part.test_limit) for part in mixture.parts] if mixture else []
+    limits = limits or [(questions.limit, questions.test_limit)] * len(tasks)
     told = [part.told for part in mixture.parts] if mixture else [contextlib.nullcontext] * len(tasks)
     metrics = _metrics(settings, tasks, mixture is not None)
-    reported = [slots_of(task, settings.positions if task.num_items > 1 else (0,)) for task in tasks]
-    searched = [slots_of(task, settings.search_positions if task.num_items > 1 else (0,)) for task in tasks]
+    reported = [slots_of(task, questions.positions if task.num_items > 1 else (0,)) for task in tasks]
+    searched = [slots_of(task, settings.objective.search_positions if task.num_items > 1 else (0,)) for task in tasks]
     if mixture is None and len({(len(places), task.decided_by) for places, task in zip(searched, tasks, strict=True)}) > 1:
         raise UserError("tasks with and without positions, or with and without options, are searched on together in a Mixture")
     counts: Counter[str] = Counter()
     prompts, held_out, asked_later = [], [], []
     for at, task in enumerate(tasks):
         with told[at]():
-            examples = task.examples("search", limits[at][0], settings.seed)
+            examples = task.examples("search", limits[at][0], settings.run.seed)
             prompts.append(search_prompts(settings, config, task, tokenizer, examples, searched[at], counts))
-            held_out.append(task.examples("test", limits[at][1], settings.seed))
+            held_out.append(task.examples("test", limits[at][1], settings.run.seed))
             asked_later += _check_held_out(settings, model, tokenizer, task, held_out[at], reported[at], metrics[at])
             if mixture is not None:  # what merges or is too long is said of its task
                 task_prompts.encode(prompts[at], tokenizer, config.max_position_embeddings)
@@ -120,7 +122,7 @@ def search(
     scorer = make_scorer(settings, model, tokenizer, tasks, prompts, stop_ids)
     groups: Sequence[Group] = ()
     if mixture is not None:
-        groups = groups_of(mixture.titles, mixture.weights, searched, prompts, settings.weights)
+        groups = groups_of(mixture.titles, mixture.weights, searched, prompts, settings.objective.weights)
 
     def trace(prompt: int, row: Individuals | None, kinds: tuple[Granularity, Granularity]) -> int | str | None:
         [ids] = token_ids(tokenizer, [everything[prompt].text + (everything[prompt].answers or ("",))[0]])
@@ -130,11 +132,11 @@ def search(
 
     candidates = sum((_HELD_OUT - (task.plain is None)) * len(of_task) * len(places)
                      for task, of_task, places in zip(tasks, held_out, reported, strict=True))  # fmt: skip
-    total = (algorithm.individuals + settings.uniform_candidates) * scorer.num_prompts + candidates
+    total = (algorithm.individuals + settings.objective.uniform_candidates) * scorer.num_prompts + candidates
     of_mixture = {} if mixture is None else {"mixture": mixture.record()}
     record = _config(settings, model, identity, space, asked) | of_mixture
-    check_processes(record, batch_size=settings.batch_size, population_chunk=settings.population_chunk)
-    with RunFolder(settings.output_path, record, settings.resume, settings.overwrite) as folder:
+    check_processes(record, batch_size=settings.devices.batch_size, population_chunk=settings.devices.population_chunk)
+    with RunFolder(settings.run.output_path, record, settings.run.resume, settings.run.overwrite) as folder:
         if (complete := hosts.from_first(lambda: _as_left(folder))) is not None:
             return complete
         way_on = f"interrupted; what was scored is in {folder.path}: the same command with --resume goes on from there"
@@ -147,13 +149,13 @@ def search(
                         algorithm.run(model, tokenizer, prompts, fitness)
                     except BudgetSpent:
                         pass
-                    budget, fitness.settings = fitness.evaluations, replace(settings, max_evaluations=None)
+                    budget, fitness.settings = fitness.evaluations, settings.replace(max_evaluations=None)
                     progress.note("tuning one uniform factor on the same examples")
                     uniform = _tuned_uniform(settings, fitness, config.num_layers)
                 progress.note("measuring on held-out questions")
                 best = fitness.best
                 points = best["control_points"]
-                numbers = {"learn": settings.learn, "parameter": settings.parameter}
+                numbers = {"learn": settings.space.learn, "parameter": settings.space.parameter}
                 numbers = {} if numbers == {"learn": "factors", "parameter": "factor"} else numbers  # of a curve's columns
                 found = LayerFactors(
                     array_of(best["factors"]),
@@ -161,7 +163,12 @@ def search(
                     gains=None if "gains" not in best else np.array(best["gains"]),
                     gains_granularity=space.granularities[1],
                     model=identity | facts(config, tokenizer),
-                    curve={"type": settings.curve, "control_points": points, "layers": [layers[0], layers[-1]], **numbers},
+                    curve={
+                        "type": settings.space.curve,
+                        "control_points": points,
+                        "layers": [layers[0], layers[-1]],
+                        **numbers,
+                    },
                     rope=config.rope.to_hf(),
                     search={
                         **as_record(settings),
@@ -198,11 +205,11 @@ def search(
                                 Candidate("lpes", found),
                             ],
                             metrics=of_task,
-                            max_new_tokens=settings.max_new_tokens,
+                            max_new_tokens=questions.max_new_tokens,
                             stop_ids=stop_ids,
-                            overlength=settings.overlength,
-                            drop_leaky=settings.drop_leaky,
-                            batch_size=settings.batch_size,
+                            overlength=questions.overlength,
+                            drop_leaky=questions.drop_leaky,
+                            batch_size=settings.devices.batch_size,
                             on_prompts=progress.prompts,
                             measured=measured,
                         ),
@@ -223,7 +230,7 @@ def _config(
     settings: SearchSettings, model: Llama, identity: dict[str, Any], space: Space, asked: Sequence[Prompt]
 ) -> dict[str, Any]:
     """`config.json`: all that decides a run's results, by content where it is a file's."""
-    files = {"data": settings.data, "text": settings.text}
+    files = {"data": settings.task.data, "text": settings.text.text}
     start = b"".join(values.tobytes() for values in (space.x, *(column for column, _, _ in space.learnt.values())))
     return {
         "model": identity | {"config_sha256": hashlib.sha256(repr(model.config).encode()).hexdigest()},
@@ -260,7 +267,7 @@ def _selection(settings: SearchSettings, fitness: Fitness, reports: Sequence[Rep
     else:
         chosen = float(np.mean(best["accuracies"]))
     selection = {"chosen_of": len(fitness.records), "accuracy_where_chosen": chosen}
-    verdict = task.metrics[0] if task.decided_by == "options" or settings.fitness == "metric" else "prefix"
+    verdict = task.metrics[0] if task.decided_by == "options" or settings.objective.fitness == "metric" else "prefix"
     for name, label in (("lpes", "accuracy_held_out"), (BASELINE, "baseline_held_out")):
         means = []
         for report in reports:
@@ -301,9 +308,9 @@ def _metrics(settings: SearchSettings, tasks: Sequence[Task], is_mixture: bool) 
     metric that none has.
     """
     if not is_mixture:
-        return [settings.metrics or default_metrics(tasks[0])[:1]] * len(tasks)
+        return [settings.questions.metrics or default_metrics(tasks[0])[:1]] * len(tasks)
     known = [("prefix", *task.metrics) if task.decided_by == "generation" else task.metrics for task in tasks]
-    if unknown := [metric for metric in settings.metrics if not any(metric in of_task for of_task in known)]:
+    if unknown := [metric for metric in settings.questions.metrics if not any(metric in of_task for of_task in known)]:
         raise UserError(
             f"--metrics {unknown[0]}: no task of the mixture has it; they have {', '.join(sorted({*sum(known, ())}))}"
         )
@@ -311,7 +318,7 @@ def _metrics(settings: SearchSettings, tasks: Sequence[Task], is_mixture: bool) 
     for task, has in zip(tasks, known, strict=True):
         own = default_metrics(task)[:1]
         own += tuple(metric for metric in ("f1",) if metric in task.metrics and metric not in own)
-        of_tasks.append(tuple(metric for metric in settings.metrics if metric in has) or own)
+        of_tasks.append(tuple(metric for metric in settings.questions.metrics if metric in has) or own)
     return of_tasks
 
 
@@ -329,10 +336,10 @@ def _check_held_out(
     for version in (task, task.plain):
         if version is not None:
             asked = [version.prompt(example, *place) for example in examples for place in places]
-            asked, _ = count_leaky(asked, settings.drop_leaky)
+            asked, _ = count_leaky(asked, settings.questions.drop_leaky)
             fitted += fit(settings, model.config, version, tokenizer, asked, generates)
     if generates:
-        new_tokens = settings.max_new_tokens or task.max_new_tokens
+        new_tokens = settings.questions.max_new_tokens or task.max_new_tokens
         encoded = task_prompts.encode(fitted, tokenizer, model.config.max_position_embeddings)
         if new_tokens < (longest := max((len(ids) for prompt in encoded for ids in prompt.answers), default=0)):
             raise UserError(f"--max-new-tokens {new_tokens} is below the longest gold answer, {longest} tokens")
@@ -360,8 +367,9 @@ def _tuned_uniform(settings: SearchSettings, fitness: Fitness, num_layers: int) 
     `uniform.json` is written with each block of them, and a resumed run goes on behind it.
     """
     path = fitness.folder.path / "uniform.json"
-    low, high = max(settings.min_factor, min(0.5, settings.max_factor)), min(settings.max_factor, max(2.0, settings.min_factor))
-    candidates = np.linspace(low, high, settings.uniform_candidates).round(4)
+    least, most = settings.space.min_factor, settings.space.max_factor
+    low, high = max(least, min(0.5, most)), min(most, max(2.0, least))
+    candidates = np.linspace(low, high, settings.objective.uniform_candidates).round(4)
     record: dict[str, Any] = {"sweep": [], "evaluations": 0}
     if fitness.folder.resumed:
         with contextlib.suppress(UserError):  # a file that is not there, or damaged, is written anew

@@ -29,9 +29,10 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lpes_jax.errors import UserError
 from lpes_jax.limits import BOUNDS, Bound, check_number, check_path
+from lpes_jax.settings.groups import TaskSettings
 from lpes_jax.store.provenance import content_sha256
 from lpes_jax.tasks import TASKS, settings_of
-from lpes_jax.tasks.flags import LENGTHS, SETTINGS, TaskFlags, given, make_tasks
+from lpes_jax.tasks.flags import LENGTHS, SETTINGS, given, make_tasks
 from lpes_jax.tasks.prompts import Task
 from lpes_jax.tasks.ranged import Ranged
 from lpes_jax.text_files import read_text
@@ -106,26 +107,21 @@ class Mixture:
         return Mixture(tuple(replace(part, task=change(part.task)) for part in self.parts))
 
 
-def is_mixture(flags: TaskFlags) -> bool:
-    """Do the flags ask for several tasks together?"""
-    return flags.mixture is not None or (isinstance(flags.task, tuple) and len(flags.task) > 1)
-
-
-def mixture_of(flags: TaskFlags, limit: int, test_limit: int, **more: Any) -> Mixture | None:
+def mixture_of(flags: TaskSettings, limit: int, test_limit: int, **more: Any) -> Mixture | None:
     """The mixture that the flags ask for; None for one task. `more`: settings that those tasks get that have them.
 
     Raises UserError for a file that is no mixture, and for tasks that cannot be.
     """
     if flags.data_folder is not None and flags.mixture is None:
         raise UserError("--data-folder is where the paths of --mixture start from; give --data with one task")
-    if not is_mixture(flags):
+    if not flags.is_mixture:
         return None
     if flags.mixture is not None:
         return _from_file(flags, flags.mixture, limit, test_limit, more)
     return _from_names(flags, limit, test_limit, more)
 
 
-def _from_names(flags: TaskFlags, limit: int, test_limit: int, more: Mapping[str, Any]) -> Mixture:
+def _from_names(flags: TaskSettings, limit: int, test_limit: int, more: Mapping[str, Any]) -> Mixture:
     names: Sequence[Any] = (flags.task,) if isinstance(flags.task, str) else flags.task
     flag = f"--task {' '.join(names)}"
     if len(set(names)) < len(names):
@@ -145,9 +141,9 @@ def _from_names(flags: TaskFlags, limit: int, test_limit: int, more: Mapping[str
     return Mixture(tuple(parts))
 
 
-def _from_file(flags: TaskFlags, path: Path, limit: int, test_limit: int, more: Mapping[str, Any]) -> Mixture:
-    named = ["task"] if flags.task != TaskFlags.task else []
-    named += [name for name in SETTINGS if getattr(flags, name) != getattr(TaskFlags, name)]
+def _from_file(flags: TaskSettings, path: Path, limit: int, test_limit: int, more: Mapping[str, Any]) -> Mixture:
+    named = ["task"] if flags.task != TaskSettings.task else []
+    named += [name for name in SETTINGS if getattr(flags, name) != getattr(TaskSettings, name)]
     if named:
         raise UserError(
             f"--mixture {path} says what the tasks are: --{_hyphens(named[0])} would be of none of them, or of all; "
@@ -244,7 +240,7 @@ def _read(block: dict[str, Any], where: str, folder: Path) -> tuple[str, dict[st
     if name not in TASKS:
         what = "has no key task" if name is None else f"task = {name!r} is not known"
         raise UserError(f"{where}: {what}; the tasks are: {', '.join(TASKS)}")
-    hints = get_type_hints(TaskFlags)
+    hints = get_type_hints(TaskSettings)
     known = {key: hints[key] for key in SETTINGS if key in settings_of(name)}
     values: dict[str, Any] = {}
     for key, value in block.items():

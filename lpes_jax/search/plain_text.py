@@ -17,10 +17,10 @@ from lpes_jax.finite import not_finite
 from lpes_jax.models.llama.generate import continuation
 from lpes_jax.models.llama.method import of_table
 from lpes_jax.models.llama.model import Llama, check_ids
+from lpes_jax.settings.search import DEFAULT_WINDOW
 from lpes_jax.tasks.perplexity import Perplexity, Window
 
 GENERATED_WINDOWS = 64
-DEFAULT_WINDOW = 512  # of --text-window; a model whose window is shorter has windows of its own length
 MOST_TOKENS = 2**18  # of the windows of one length among several
 
 

@@ -14,20 +14,19 @@ Letters: C control points, L layers, K key-value heads.
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from lpes_jax.choices import Learn, Parameter
 from lpes_jax.curves import CURVES
 from lpes_jax.errors import UserError
 from lpes_jax.factors import LayerFactors
 from lpes_jax.rope import Granularity, RopeTable
 
-Learn = Literal["factors", "gains", "both"]
-Parameter = Literal["factor", "multiplier", "log"]
 LEAST_GAP = 0.05  # between neighbouring x, in layers, where a gradient moves them
 _ROUNDING = 1e-6  # of a number that was float32, or written with seven digits
 

@@ -38,7 +38,8 @@ from jaxtyping import Float, Shaped, UInt8
 
 from lpes_jax.errors import UserError
 from lpes_jax.factors import LayerFactors
-from lpes_jax.gains import head_gains, norm_gains, query_gains
+from lpes_jax.gains import gains_of_tensors
+from lpes_jax.mark import GGUF_KEY, Mark, refuse_marked
 from lpes_jax.models.llama.checkpoint import Checkpoint, GgufCheckpoint, check_tensors
 from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.gguf import GgufFile, TensorInfo, align
@@ -57,6 +58,10 @@ PLAIN = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dty
 # Tensors that llama.cpp divides RoPE's frequencies by, by architecture. (It takes the long ones for a context beyond the
 # trained window.)
 _DIVISORS = {"llama": ("rope_freqs.weight",), "phi3": ("rope_factors_long.weight", "rope_factors_short.weight")}
+_FACTOR = "rope.scaling.factor"
+_TENSORS = {  # what queries are linear in, as `gains_of_tensors` calls it
+    "query": "attn_q.weight", "query_bias": "attn_q.bias", "query_norm": "attn_q_norm.weight", "fused": "attn_qkv.weight",
+}  # fmt: skip
 _STANDS_STILL = 1e14  # a divisor after which no position of any model turns by an angle that float32 tells from 0
 _CHUNK_BYTES, _COPIED_BYTES = 2**20, 2**24
 _STRING, _FLOAT32 = 8, 6  # value types of GGUF
@@ -79,7 +84,7 @@ def write_gguf_folder(
             "writes with llama.cpp's convert_hf_to_gguf.py"
         )
     name = f"{checkpoint.path.stem}-lpes.gguf"
-    rounding = patch_gguf(checkpoint.path, folder / name, factors, {"lpes.factors_sha256": factors.sha256}, "--factors")
+    rounding = patch_gguf(checkpoint.path, folder / name, factors, "--factors")
     factors.save(folder / "factors.json")
     return [*rounding.lines(), f"try it where llama.cpp is: llama-cli -m {{out}}/{name}"]
 
@@ -109,35 +114,38 @@ class Rounding:
             )
         if self.scales_subnormal:
             lines.append(f"note: {100 * self.scales_subnormal:.2g} % of their scales are float16's subnormal numbers")
-        return [*lines, f"rates: {self.rates}"] if self.rates else lines
+        if self.rates:
+            lines.append(f"rates: in {self.rates}")
+        if self.rates == _FACTOR:
+            lines.append(f"note: llama.cpp reads {_FACTOR}; ollama's own engine does not, and would answer without the rates")
+        return lines
 
 
-def patch_gguf(
-    source: Path, target: Path, factors: LayerFactors, metadata: Mapping[str, str] | None = None, where: str = "factors"
-) -> Rounding:
-    """Write `target`, a new file: the one at `source` with these factors in it, and `metadata` as strings beside its own.
+def patch_gguf(source: Path, target: Path, factors: LayerFactors, where: str = "factors") -> Rounding:
+    """Write `target`, a new file: the one at `source` with these factors in it, and marked so (`lpes_jax.mark`).
 
     Everything but query weights, query bias (or norm) and RoPE's divisors is the same byte for byte. Raises UserError, before
-    anything is written, for a model that lpes_jax does not run, factors that do not fit it or have no place in the file, and
-    types whose scales cannot take a gain; and where a scale would overflow, which leaves no file.
+    anything is written, for a model that lpes_jax does not run or that holds factors already, for factors that do not fit it or
+    have no place in the file, and for types whose scales cannot take a gain; and where a scale would overflow, which leaves no
+    file. FileExistsError where `target` is there, or a link.
     """
     checkpoint = GgufCheckpoint(source)
     gguf, config = checkpoint.gguf, checkpoint.config
     check_tensors(checkpoint)
-    factors.for_model(config.num_layers, config.num_kv_heads, config.rotary_dim, where)
-    keys: dict[str, str | float] = dict(metadata or {})
+    refuse_marked(config.mark, where)
+    gains = gains_of_tensors(factors, config, where)
     divisors: dict[str, Float[np.ndarray, "half"]] = {}
+    keys: dict[str, str | float] = {}
     rates = None
     if (of_frequency := _shared_rates(factors, config, where)) is not None:
         if gguf.metadata["general.architecture"] in _DIVISORS:
             divisors = _divisors(gguf, config, of_frequency)
-            rates = f"{' and '.join(divisors)}, {len(of_frequency)} divisors"
+            rates = " and ".join(divisors)
         else:
-            keys |= _linear_scaling(gguf, config, of_frequency, where)
-            rates = f"rope.scaling.factor {of_frequency[0]:.9g}"
-    if twice := [key for key in keys if key in gguf.metadata]:
-        raise UserError(f"{source}: metadata key {twice[0]} is there already; give the file as it was published")
-    changes = list(_changes(gguf, config, factors, where))
+            keys = _linear_scaling(gguf, config, of_frequency, where)
+            rates = _FACTOR
+    changes = list(_changes(gguf, config, gains))
+    keys[GGUF_KEY] = Mark(factors.sha256, gains="query weights" if changes else None, rates=rates).gguf
     try:
         with open(source, "rb") as old, open(target, "xb") as new:
             moved = _copy(gguf, old, new, keys, divisors)
@@ -209,28 +217,21 @@ def _linear_scaling(
         named = own[0] if own else f"RoPE of type {config.rope.rope_type}"
         raise UserError(f"{gguf.path}: it has a scaling of its own ({named}), and no place for factors beside it; give --to hf")
     if not np.isfinite(rates[0]):
-        raise UserError(f"{where}: its frequencies stand still, which rope.scaling.factor cannot say; give --to hf")
-    return {f"{architecture}.rope.scaling.type": "linear", f"{architecture}.rope.scaling.factor": float(rates[0])}
+        raise UserError(f"{where}: its frequencies stand still, which {_FACTOR} cannot say; give --to hf")
+    return {f"{architecture}.rope.scaling.type": "linear", f"{architecture}.{_FACTOR}": float(rates[0])}
 
 
 def _changes(
-    gguf: GgufFile, config: LlamaConfig, factors: LayerFactors, where: str
+    gguf: GgufFile, config: LlamaConfig, gains: Mapping[str, Float[np.ndarray, "L rows"]]
 ) -> Iterator[tuple[TensorInfo, Float[np.ndarray, "rows"]]]:
     """The tensors that gains go into, with the gain of each of their first rows; rows behind these are no queries."""
-    of_head = head_gains(factors, config)
-    of_rows = query_gains(of_head, config)
-    if config.qk_norm:
-        names, of_layers = ("attn_q_norm.weight",), norm_gains(of_head, where)
-    elif config.fused:
-        names, of_layers = ("attn_qkv.weight",), of_rows
-    else:
-        names, of_layers = ("attn_q.weight", "attn_q.bias"), of_rows
+    for leaf, of_layers in gains.items():
+        name = _TENSORS["fused" if config.fused else leaf]
         if gguf.metadata["general.architecture"] == "llama":
-            of_layers = np.stack([permute(gains, config.num_heads) for gains in of_rows])
-    for layer, gains in enumerate(of_layers):
-        for name in names:
-            tensor = gguf.tensors.get(f"blk.{layer}.{name}")
-            if tensor is None or (gains == 1).all():
+            of_layers = permute(of_layers.T, config.num_heads).T
+        for layer, of_rows in enumerate(of_layers):
+            tensor = gguf.tensors[f"blk.{layer}.{name}"]
+            if (of_rows == 1).all():
                 continue
             kind = tensor.type.name
             if kind not in PLAIN and (kind not in SCALES or len(tensor.shape) == 1):
@@ -238,7 +239,7 @@ def _changes(
                     f"{gguf.path}: tensor {tensor.name} is of type {kind}, whose scales cannot take a gain; give a file with "
                     "queries of type Q4_K, Q5_K, Q6_K, Q8_0, F16 or another with scales of 16 bits, or --to hf"
                 )
-            yield tensor, gains
+            yield tensor, of_rows
 
 
 def _copy(
@@ -303,7 +304,7 @@ def _multiply(
             if (np.isfinite(before) & ~np.isfinite(after.astype(np.float32))).any():
                 raise UserError(
                     f"{gguf.path}: a gain of {of_rows.max():g} makes tensor {tensor.name} overflow {numbers.dtype.name}; give "
-                    "--to hf-hook, or search gains with a lower --max-factor"
+                    "--to hf-hook, or search gains with a lower --max-gain"
                 )
             numbers[...] = after
             if kind in SCALES:

@@ -213,9 +213,9 @@ def _by_position(value: Any, *, nulls: bool = True) -> bool:
     """Numbers by position, or such records by the tasks of a mixture."""
     if not isinstance(value, dict) or not value:
         return False
-    if all(isinstance(of_task, dict) for of_task in value.values()):
-        return all(_by_position(of_task, nulls=nulls) for of_task in value.values())
-    return all((nulls and number is None) or is_number(number) for number in value.values())
+    of_tasks = list(value.values()) if all(isinstance(of_task, dict) for of_task in value.values()) else [value]
+    numbers = [number for of_task in of_tasks for number in of_task.values()]
+    return all(of_tasks) and all((nulls and number is None) or is_number(number) for number in numbers)
 
 
 def _factors(value: Any) -> bool:

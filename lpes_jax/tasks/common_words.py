@@ -26,6 +26,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import ClassVar
 
+from lpes_jax.choices import Placing
 from lpes_jax.errors import UserError
 from lpes_jax.limits import check_bounds, check_text_size
 from lpes_jax.tasks.data import content_id, need_file, split_of
@@ -33,7 +34,6 @@ from lpes_jax.tasks.metrics import contains, normalise, substring
 from lpes_jax.tasks.needle import one_of
 from lpes_jax.tasks.prompts import Generation, Prompt, Split
 from lpes_jax.tasks.prompts import position as position_of
-from lpes_jax.tasks.variable_tracking import Placing
 from lpes_jax.tasks.words import ADJECTIVES, NOUNS, VERBS
 from lpes_jax.text_files import OtherEncoding, read_text
 

@@ -24,13 +24,13 @@ from typing import ClassVar
 import numpy as np
 from scipy.special import zeta
 
+from lpes_jax.choices import Placing
 from lpes_jax.errors import UserError
 from lpes_jax.limits import check_bounds, check_text_size
 from lpes_jax.tasks.data import content_id, split_of
 from lpes_jax.tasks.metrics import contains, normalise, substring
 from lpes_jax.tasks.prompts import Generation, Prompt, Split
 from lpes_jax.tasks.prompts import position as position_of
-from lpes_jax.tasks.variable_tracking import Placing
 
 QUESTION = (
     "Read the following coded text and track the frequency of each coded word. Find the three most frequently appeared coded "

@@ -11,9 +11,10 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
-FirstLine = Literal["stripped", "original", "all"]
+from lpes_jax.choices import FirstLine
+
 ROUGE = ("rouge1", "rouge2", "rougeL")
 
 

@@ -24,10 +24,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from jaxtyping import Int
 
+from lpes_jax.choices import Overlength, Split
 from lpes_jax.errors import UserError
 
-Split = Literal["search", "test", "all"]
-Overlength = Literal["error", "skip"]
 Tokenizer = Callable[[list[str]], Mapping[str, Any]]  # as transformers' are: texts -> {"input_ids": a list of ids for each}
 Example = TypeVar("Example")  # whatever a task makes of one question; only the task itself looks inside
 

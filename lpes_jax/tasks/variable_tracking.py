@@ -28,8 +28,9 @@ import random
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar
 
+from lpes_jax.choices import Placing
 from lpes_jax.errors import UserError
 from lpes_jax.limits import check_bounds, check_text_size
 from lpes_jax.tasks.data import content_id, split_of
@@ -38,7 +39,6 @@ from lpes_jax.tasks.niah import NOISE
 from lpes_jax.tasks.prompts import Generation, Prompt, Split
 from lpes_jax.tasks.prompts import position as position_of
 
-Placing = Literal["spread", "together"]
 QUESTION = (
     "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\nQuestion: Find all "
     "variables that are assigned the value {value} in the text above. Answer: According to the chain(s) of variable assignment "

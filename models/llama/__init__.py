@@ -10,14 +10,14 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lpes_jax.errors import UserError
 from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.model import Llama
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import transformers
     from jax.sharding import Mesh
 
@@ -37,16 +37,31 @@ class Loaded:
     stop_ids: list[int]
 
 
-def load(name_or_path: str, dtype: str = "auto", mesh: "Mesh | None" = None) -> Loaded:
-    """All that a verb needs of a model, as `load_model` and `load_tokenizer` give it."""
+def load(
+    name_or_path: str,
+    dtype: str = "auto",
+    mesh: "Mesh | None" = None,
+    *,
+    revision: str | None = None,
+    tokenizer: "str | transformers.PreTrainedTokenizerFast | None" = None,
+) -> Loaded:
+    """All that a verb needs of a model, as `load_model` and `load_tokenizer` give it.
+
+    revision: of a hub model. tokenizer: one in the place of the model's own, named as models are (a hub id's at `revision`
+    too); texts then end where it or the model's files say.
+    """
     from lpes_jax.models.llama.checkpoint import checked_dtype, load_llama, open_checkpoint
     from lpes_jax.models.zoo import resolve
 
     dtype = checked_dtype(dtype).name
-    path = resolve(name_or_path)
+    path = resolve(name_or_path, revision)
+    try:
+        other = resolve(tokenizer, revision, weights=False) if isinstance(tokenizer, str) else tokenizer
+    except UserError as error:
+        raise UserError(f"tokenizer {tokenizer!r:.60}: {error}") from error
     checkpoint = open_checkpoint(path)
     sha256 = _beside(checkpoint.sha256)  # ten seconds and more for 13 GB
-    tokenizer = _tokenizer(path)
+    chosen = _tokenizer(path, other)
     model = load_llama(checkpoint, dtype, mesh)
     identity = {
         "name": name_or_path,
@@ -56,7 +71,7 @@ def load(name_or_path: str, dtype: str = "auto", mesh: "Mesh | None" = None) -> 
     }
     if checkpoint.config.mark is not None:
         identity["mark"] = checkpoint.config.mark.record
-    return Loaded(model, tokenizer, identity, tokenizer.stop_ids)
+    return Loaded(model, chosen, identity, chosen.stop_ids)
 
 
 def _beside(function: Callable[[], str]) -> "Future[str]":
@@ -97,9 +112,12 @@ def load_tokenizer(name_or_path: str) -> "transformers.PreTrainedTokenizerFast":
     return _tokenizer(resolve(name_or_path))
 
 
-def _tokenizer(path: "Path") -> Any:
+def _tokenizer(path: Path, other: "Path | transformers.PreTrainedTokenizerFast | None" = None) -> Any:
+    """The tokenizer of the model at `path`, or another in its place."""
     from lpes_jax.models.llama.tokenizer import load_tokenizer, stop_ids
 
-    tokenizer: Any = load_tokenizer(path)
+    tokenizer: Any = other
+    if other is None or isinstance(other, Path):
+        tokenizer = load_tokenizer(path if other is None else other)
     tokenizer.stop_ids = stop_ids(path, tokenizer)
     return tokenizer

@@ -13,15 +13,15 @@ The BOS is not part of a form: the tokenizer puts it. A template that writes one
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
+from lpes_jax.choices import PromptForm
 from lpes_jax.errors import UserError
 from lpes_jax.models.llama import templates
 
 if TYPE_CHECKING:
     import transformers
 
-PromptForm = Literal["vicuna", "stablebeluga", "llama2"]
 PROMPT_FORMS: tuple[str, ...] = get_args(PromptForm)
 
 # The date that Llama 3's templates give where they are told none, for templates that ask for it and for those that take it.

@@ -36,11 +36,12 @@ from safetensors.numpy import save_file
 
 from lpes_jax.errors import UserError
 from lpes_jax.json_files import read_json
-from lpes_jax.mesh import check_model_axis, put, weight_spec
+from lpes_jax.mesh import put
 from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.gguf import ALL, GgufFile
 from lpes_jax.models.llama.gguf_model import hf_names, llama_config, read_hf
 from lpes_jax.models.llama.model import Llama
+from lpes_jax.models.llama.sharding import check_model_axis, weight_spec
 from lpes_jax.store.files import replacing, write_text
 
 # Leaf of `Llama` -> its Hugging Face tensor ({} the layer, stacked on the first axis), and whether that is transposed:
@@ -263,7 +264,7 @@ def save_llama(model: Llama, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, np.ndarray] = {}
     for path, leaf in nnx.to_flat_state(nnx.split(model)[1]):
-        for name, index, rows, shape in _tensors_of(path, leaf.shape, model.config):
+        for name, index, rows, shape in tensors_of(path, leaf.shape, model.config):
             array = np.asarray(leaf[index])
             whole = tensors.setdefault(name, np.empty(shape, array.dtype))
             whole[rows] = array.T if RULES[path][1] else array
@@ -282,7 +283,7 @@ def _leaves(config: LlamaConfig, dtype: np.dtype) -> tuple[nnx.GraphDef[Llama], 
 def _check_tensors(checkpoint: Checkpoint, leaves: Iterable[tuple[tuple[Any, ...], Any]]) -> None:
     """Raise one UserError for all tensors that are missing, unknown or of another shape."""
     config = checkpoint.config
-    wanted = {name: shape for path, leaf in leaves for name, _, _, shape in _tensors_of(path, leaf.shape, config)}
+    wanted = {name: shape for path, leaf in leaves for name, _, _, shape in tensors_of(path, leaf.shape, config)}
     names = checkpoint.names()
     missing = sorted(wanted.keys() - names)
     if config.tie_word_embeddings and _HEAD in names:
@@ -309,7 +310,7 @@ def is_tied(checkpoint: Checkpoint) -> bool:
     return bool(np.array_equal(checkpoint.read(_HEAD), checkpoint.read(_EMBEDDING)))
 
 
-def _tensors_of(
+def tensors_of(
     path: tuple[Any, ...], shape: tuple[int, ...], config: LlamaConfig
 ) -> Iterator[tuple[str, tuple[int, ...], slice, tuple[int, ...]]]:
     """The Hugging Face tensors of a leaf: name, index into the leaf, rows of the tensor, its whole shape in torch order."""
@@ -346,7 +347,7 @@ def _read_leaf(
             buffer[index][:, at : at + _ROWS] = tensor[at : at + _ROWS].astype(dtype).T
 
     with ThreadPoolExecutor(_READERS) as pool:
-        deque(pool.map(lambda tensor: read(*tensor), _tensors_of(path, shape, checkpoint.config)), maxlen=0)  # or it raises
+        deque(pool.map(lambda tensor: read(*tensor), tensors_of(path, shape, checkpoint.config)), maxlen=0)  # or it raises
     leaf = jax.device_put(buffer) if mesh is None else put(buffer, NamedSharding(mesh, weight_spec(path)))
     return jax.block_until_ready(leaf)  # waits, so that no two buffers are alive at once
 

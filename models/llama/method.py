@@ -1,11 +1,14 @@
 """What may stand in for the plain way from a prompt to logits: other RoPE tables, several of them, or another attention.
 
-A `Method` is data for `hidden_states`, `prefill` and `greedy`, like a table:
+A `Method` is data for `hidden_states`, `prefill` and `greedy`, like a table. It is one of three:
 
-    tables       one RoPE table for LPES, position interpolation, NTK, YaRN; several for Attention Buckets, a pass for each
-    merge        how the logits of several passes become one (None for a single table)
-    replacement  what rotates and attends in place of the model's own attention (Ms-PoE, MoICE, Self-Extend), or the channel of
-                 the hidden states that queries and keys see scaled; None: neither
+    TableMethod      RoPE tables alone: one for LPES, position interpolation, NTK, YaRN; several for Attention Buckets, whose
+                     passes are merged
+    AttentionMethod  an attention that rotates and attends in place of the model's own: Ms-PoE, MoICE, Self-Extend
+    ChannelMethod    a channel of the hidden states that queries and keys see scaled
+
+All three have `tables`, `replacement` (what stands in for the model's own attention or queries and keys, or None), `merge` and
+`passes`, so that nothing that runs a method asks which one it is.
 
 An `Attention` gets queries and keys before rotation, and rotates as it likes; the queries have the table's gains already. The
 cache then holds keys before rotation; entry s of a row is its position s. What it knows of a prompt and needs again for every
@@ -15,8 +18,8 @@ Letters: n tables, B batch, T queries, S keys, H heads, K key-value heads, D hea
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax
 from jaxtyping import Array, Float, Int
@@ -77,35 +80,80 @@ class Channel(NamedTuple):
     number: Int[Array, "*layers"]
     factor: Float[Array, "*layers"]
 
+    @property
+    def attention(self) -> None:
+        """None: the model's own attends."""
+        return None
+
+    @property
+    def parameters(self) -> "Channel":
+        """What each layer is told."""
+        return self
+
 
 @dataclass(frozen=True)
-class Replacement:
-    """An attention and its parameters, every leaf `[L, ...]`; or no attention, and a `Channel` as the parameters."""
+class OtherAttention:
+    """An attention and its parameters, every leaf `[L, ...]`."""
 
     parameters: Any
-    attention: Attention | None
+    attention: Attention
+
+
+Replacement = OtherAttention | Channel
 
 
 @dataclass(frozen=True)
-class Method:
-    """See above. `tables`: with an axis n in front of every leaf. `passes`: forward passes a token."""
+class TableMethod:
+    """The model with other RoPE tables, every leaf `[n, L, ...]`; `merge` makes the logits of n > 1 passes one.
+
+    `passes`: forward passes a token.
+    """
 
     tables: RopeTable
-    replacement: Replacement | None = None
     merge: Callable[[Float[Array, "n B A V"]], Float[Array, "B A V"]] | None = None
     passes: float = 1.0
+    replacement: ClassVar[None] = None
 
 
-jax.tree_util.register_dataclass(Replacement, data_fields=["parameters"], meta_fields=["attention"])
-jax.tree_util.register_dataclass(Method, data_fields=["tables", "replacement"], meta_fields=["merge", "passes"])
+@dataclass(frozen=True)
+class AttentionMethod:
+    """The model with another attention. `tables` are of the model's own RoPE, n = 1."""
+
+    tables: RopeTable
+    replacement: OtherAttention
+    merge: ClassVar[None] = None
+    passes: ClassVar[float] = 1.0
 
 
-def of_table(table: RopeTable) -> Method:
+@dataclass(frozen=True)
+class ChannelMethod:
+    """The model with a channel of its hidden states scaled. `tables` are of the model's own RoPE, n = 1."""
+
+    tables: RopeTable
+    replacement: Channel
+    merge: ClassVar[None] = None
+    passes: ClassVar[float] = 1.0
+
+
+Method = TableMethod | AttentionMethod | ChannelMethod
+
+jax.tree_util.register_dataclass(OtherAttention, data_fields=["parameters"], meta_fields=["attention"])
+jax.tree_util.register_dataclass(TableMethod, data_fields=["tables"], meta_fields=["merge", "passes"])
+jax.tree_util.register_dataclass(AttentionMethod, data_fields=["tables", "replacement"], meta_fields=[])
+jax.tree_util.register_dataclass(ChannelMethod, data_fields=["tables", "replacement"], meta_fields=[])
+
+
+def of_table(table: RopeTable) -> TableMethod:
     """The plain model with a table: `[L, G, half]`."""
-    return Method(jax.tree.map(lambda leaf: leaf[None], table))
+    return TableMethod(jax.tree.map(lambda leaf: leaf[None], table))
 
 
-def of_attention(name: str, attention: Attention, config: LlamaConfig, length: int, parameters: Any = None) -> Method:
+def of_channel(channel: Channel, table: RopeTable) -> ChannelMethod:
+    """The model with a scaled channel and a table: `[L, G, half]`."""
+    return ChannelMethod(of_table(table).tables, channel)
+
+
+def of_attention(name: str, attention: Attention, config: LlamaConfig, length: int, parameters: Any = None) -> AttentionMethod:
     """The model with another attention and its own table, for texts of at most `length` tokens.
 
     Raises UserError where a layer has a sliding window in use: `name` (the method) would let it see the whole text.
@@ -115,4 +163,4 @@ def of_attention(name: str, attention: Attention, config: LlamaConfig, length: i
             f"{name} attends to the whole text, but layers of this model see only the last {config.sliding_window} tokens; "
             f"give it texts of at most {config.sliding_window} tokens, answer included, or a model without sliding windows"
         )
-    return replace(of_table(config.rope_table(length)), replacement=Replacement(parameters, attention))
+    return AttentionMethod(of_table(config.rope_table(length)).tables, OtherAttention(parameters, attention))

@@ -88,7 +88,7 @@ def check(template: str, messages: Sequence[Mapping[str, Any]], **variables: Any
     try:
         environment, compiled = _compiled(template)
         environment.budget = budget
-        for part in compiled.generate(messages=messages, tools=None, documents=None, **variables):
+        for part in compiled.generate(**{"tools": None, "documents": None, **variables, "messages": messages}):
             written.append(part)
             room -= len(part)
             if room < 0:

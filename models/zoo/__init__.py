@@ -41,14 +41,16 @@ def names() -> list[str]:
     return sorted({file.parent.name for kind in ("model.json", "config.json") for file in _HERE.glob(f"*/{kind}")})
 
 
-def resolve(name_or_path: str) -> Path:
+def resolve(name_or_path: str, revision: str | None = None, *, weights: bool = True) -> Path:
     """A local folder or .gguf file for a zoo name, a path, or a hub id "org/name" (each downloaded where it is not cached).
 
-    A zoo name always means the weights of its card; write ./name for a folder of that name. Raises UserError for anything
-    else, where a download is needed and fails, and where the hub's model is not that of the card.
+    A zoo name always means the weights of its card; write ./name for a folder of that name. revision: a branch, tag or commit
+    of a hub model (None and "main" for the newest). weights=False: for a tokenizer; of a hub model all but the weights is
+    downloaded, and what is not on the hub is taken whatever the revision. Raises UserError for anything else, where a download
+    is needed and fails, where the hub's model is not that of the card, and for a revision of a model that is not on the hub.
     """
     if name_or_path in names():
-        return _zoo_model(name_or_path)
+        return _zoo_model(name_or_path, revision, weights=weights)
     if not name_or_path:
         raise UserError("--model: give a name, a folder, a .gguf file or a hub id, not an empty text")
     try:
@@ -57,11 +59,13 @@ def resolve(name_or_path: str) -> Path:
         raise UserError(f"no model {name_or_path!r:.60}: {error}") from error
     check_path("model ", path)
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+        if weights:
+            _check_no_revision(f"{path} is a local {'folder' if path.is_dir() else 'file'}", revision)
         return path
     if os.path.exists(path):
         raise UserError(f"{path}: neither a model folder nor a .gguf file")
     if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name_or_path) and path.suffix != ".gguf":
-        return _from_hub(name_or_path, f"{name_or_path!r} is no folder here")
+        return _from_hub(name_or_path, f"{name_or_path!r} is no folder here", revision, weights=weights)
     raise UserError(
         f"no model {name_or_path!r}: no such folder or .gguf file, and no zoo model ({', '.join(names())}) or hub id (org/name)"
     )
@@ -79,15 +83,26 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache") / "lpes_jax"
 
 
-def _zoo_model(name: str) -> Path:
+def _check_no_revision(subject: str, revision: str | None) -> None:
+    """Raise UserError for a revision of what has none."""
+    if revision not in (None, "main"):
+        raise UserError(f"{subject} and has no revision {revision!r:.60}; leave it out, or give a model of the hub (org/name)")
+
+
+def _zoo_model(name: str, revision: str | None, *, weights: bool) -> Path:
     if (_HERE / name / "model.safetensors").exists():
+        if weights:
+            _check_no_revision(f"{name} is not on the hub", revision)
         return _HERE / name
     card = json.loads((_HERE / name / "model.json").read_text(encoding="utf-8"))
     source = card["source"]
     if hub_id := source.get("hub_id"):
-        folder = _from_hub(hub_id, f"{name} stands for {hub_id!r}")
-        _check_config(folder, card["config"], name, hub_id)
+        folder = _from_hub(hub_id, f"{name} stands for {hub_id!r}", revision, weights=weights)
+        if weights:
+            _check_config(folder, card["config"], name, hub_id)
         return folder
+    if weights:
+        _check_no_revision(f"{name} is not on the hub", revision)
     target = cache_folder() / name / Path(source["member"]).name
     with writing(str(target), "set LPES_JAX_CACHE to another folder"):
         if not target.exists() or _sha256(target) != source["sha256"]:
@@ -180,44 +195,56 @@ def hub_files(files: Sequence[str], index: str | None = None) -> list[str]:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         there = ", ".join(file for file in files if file.endswith(".safetensors"))
         raise UserError(f"the hub has no {', '.join(missing[:3])}{more} of it (of safetensors: {there:.200})")
-    settings = {
+    return sorted(weights | _settings(files))
+
+
+def _settings(files: Sequence[str]) -> set[str]:
+    """The settings and tokenizers at the top of a hub model."""
+    return {
         file
         for file in files
         if fnmatch(file, "additional_chat_templates/*.jinja")
         or ("/" not in file and not file.endswith(".safetensors") and any(fnmatch(file, kind) for kind in _HUB_FILES))
     }
-    return sorted(weights | settings)
 
 
-def _from_hub(model_id: str, subject: str) -> Path:
+def _from_hub(model_id: str, subject: str, revision: str | None = None, *, weights: bool = True) -> Path:
     """The folder of a hub model, downloaded where it is not cached; `subject` begins the errors."""
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
-        info = HfApi().model_info(model_id, timeout=10)  # one probe: snapshot_download tries each file several times
+        info = HfApi().model_info(model_id, revision=revision, timeout=10)  # one probe: snapshot_download asks for each file
     except RepositoryNotFoundError as error:
         raise UserError(
             f"{subject}, and the hub has no such model, or only for those who have access (hf auth login)"
         ) from error
+    except RevisionNotFoundError as error:
+        raise UserError(
+            f"{subject}, and the hub has no revision {revision!r:.60} of it; leave it out for the newest"
+        ) from error
     except Exception:  # no network, in the words of whichever HTTP library: what was downloaded before may serve
         try:
-            return Path(snapshot_download(model_id, allow_patterns=_HUB_FILES, local_files_only=True))
+            return Path(snapshot_download(model_id, revision=revision, allow_patterns=_HUB_FILES, local_files_only=True))
         except (OSError, ValueError) as error:
+            at_revision = "" if revision in (None, "main") else f", and revision {revision!r:.60} was not downloaded before"
             raise UserError(
-                f"{subject}, and the hub does not answer; connect to the network once, or pass a model folder, a .gguf file "
-                f"or a zoo model ({', '.join(names())})"
+                f"{subject}, and the hub does not answer{at_revision}; connect to the network once, or pass a model folder, a "
+                f".gguf file or a zoo model ({', '.join(names())})"
             ) from error
     files = [sibling.rfilename for sibling in info.siblings or []]
-    if not any(file.endswith(".safetensors") for file in files):
+    if weights and not any(file.endswith(".safetensors") for file in files):
         raise UserError(
             f"{subject}, and the hub has no safetensors of it (pickled weights are never opened); convert it once with "
             "transformers' save_pretrained and pass that folder, or pass a .gguf file of it"
         )
     try:
-        index = Path(hf_hub_download(model_id, _INDEX, revision=info.sha)).read_text("utf-8") if _INDEX in files else None
-        wanted = hub_files(files, index)
-        return Path(snapshot_download(model_id, allow_patterns=[glob.escape(name) for name in wanted]))
+        if weights:
+            index = Path(hf_hub_download(model_id, _INDEX, revision=info.sha)).read_text("utf-8") if _INDEX in files else None
+            wanted = hub_files(files, index)
+        else:
+            wanted = sorted(_settings(files))
+        return Path(snapshot_download(model_id, revision=revision, allow_patterns=[glob.escape(name) for name in wanted]))
     except GatedRepoError as error:
         raise UserError(
             f"{subject}, and the hub gives it only to those who have access; ask for it on the model's page, then hf auth login"

@@ -9,12 +9,14 @@ import pytest
 from descents import haystacks, looks_of
 
 import lpes_jax as lj
-from lpes_jax.mesh import make_mesh, put_model
+from lpes_jax.mesh import make_mesh
+from lpes_jax.models.llama.sharding import put_model
 from lpes_jax.search import gradient
 from lpes_jax.search.algorithms import box_parameters, factors_applied
-from lpes_jax.search.gradient import GradientSettings, Look
+from lpes_jax.search.gradient import Look
 from lpes_jax.search.minibatches import Data, pack, shared_trees
-from lpes_jax.search.settings import SearchSettings, search_space
+from lpes_jax.search.settings import search_space
+from lpes_jax.settings.search import GradientSettings, SearchSettings, TextSettings
 
 pytestmark = pytest.mark.promotes  # optax
 
@@ -23,14 +25,16 @@ def test_eight_devices_descend_as_one_by_either_partitioner(model_folder: Path, 
     model, prompts = lj.load_model(str(model_folder), "float32"), haystacks([3, 4, 3])
     trees = shared_trees(prompts, model.config, 4)
     train = Data([pack(prompts, np.linspace(0.1, 1, 10).tolist(), trees)], jnp.arange(120, dtype=jnp.int32).reshape(3, 40))
-    space = search_space(SearchSettings(curve="free", min_factor=0.9, max_factor=1.2), model.config, range(3))
-    parameters, project, values = box_parameters(SearchSettings(curve="free", min_factor=0.9, max_factor=1.2), space)
+    settings = SearchSettings.of(curve="free", min_factor=0.9, max_factor=1.2)
+    space = search_space(settings, model.config, range(3))
+    parameters, project, values = box_parameters(settings.gradient, space)
     apply = factors_applied(space, values, model.config.rope_table(96))
-    sizes = GradientSettings(minibatch_size=7, learning_rate=0.003, steps=3, look_every=3, text_weight=2.0, text_minibatch=2)
+    sizes = GradientSettings(minibatch_size=7, learning_rate=0.003, steps=3, look_every=3)
+    text = TextSettings(text_weight=2.0, text_minibatch=2)
 
     def looks(mesh: jax.sharding.Mesh) -> list[Look]:
         pieces = put_model(model, mesh), train, train, parameters, apply, project
-        return looks_of(pieces, sizes, penalty=lambda p: jnp.square(p["y"] - 1).mean())[0]
+        return looks_of(pieces, sizes, text, penalty=lambda p: jnp.square(p["y"] - 1).mean())[0]
 
     shardy, look = [], gradient._look
     monkeypatch.setattr(

@@ -19,9 +19,10 @@ from lpes_jax import scoring
 from lpes_jax.compilation import compilations
 from lpes_jax.errors import UserError
 from lpes_jax.generation import generate_ids
-from lpes_jax.mesh import BY_POPULATION, EVERYWHERE, make_mesh, over_population, put, put_model
+from lpes_jax.mesh import BY_POPULATION, EVERYWHERE, make_mesh, over_population, put
 from lpes_jax.methods.ms_poe import ms_poe
 from lpes_jax.models.llama.method import of_table
+from lpes_jax.models.llama.sharding import put_model
 from lpes_jax.prefixes import pack_rows
 from lpes_jax.rope import RopeTable, scale_layers
 from lpes_jax.scoring import Scorer, batch_scores, population_scores
@@ -96,6 +97,7 @@ def test_a_method_that_looks_at_all_heads_scores_and_writes_the_same(scorers, mo
     make = ms_poe(first_layer=0)  # its statistic is of all heads
     wanted, *others = (scorers[mesh].of_method(make(tiny_model.config, scorers[mesh].longest)) for mesh in MESHES)
     same(wanted, *others)
+    assert len(scorers[EIGHT]._plan("rows").passes[0].batch.tokens) == 8  # four rows, and what fills the other devices
     generate = partial(generate_ids, prompts=[prompt.ids for prompt in prompts], max_new_tokens=3)
     new = [generate(models[mesh], make_method=partial(make, tiny_model.config)) for mesh in MESHES]
     assert new[0] == new[1] == new[2] != generate(tiny_model)

@@ -4,6 +4,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -211,7 +212,7 @@ def test_comparisons_of_table_1():
     s = table01.Settings(tasks=("kv", "mdqa"), num_pairs=(5, 10), factors=Path("a.json"), mdqa_data=Path("oracle.jsonl.gz"))
     cells = table01.comparisons(replace(s, mdqa_factors=Path("b.json"), budget=3))
     assert list(cells) == ["kv_5_pairs", "kv_10_pairs", "mdqa_10_documents"]
-    kv, _, mdqa = cells.values()
+    kv, _, mdqa = (SimpleNamespace(**cell.flat()) for cell in cells.values())
     assert (kv.factors, kv.positions, kv.num_pairs, kv.budget) == (Path("a.json"), (0, 20, 40, 60, 80, 100), 5, 3)
     assert (mdqa.factors, mdqa.distractors, mdqa.positions) == (Path("b.json"), "random", (0, 25, 50, 75, 100))
     with pytest.raises(UserError, match="--tasks mdqa needs --mdqa-data"):

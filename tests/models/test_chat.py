@@ -11,7 +11,8 @@ from lpes_jax.errors import UserError
 from lpes_jax.evaluate import EvaluateSettings, run_evaluation
 from lpes_jax.models.llama.chat import PROMPT_FORMS, check_chat, make_chat
 from lpes_jax.models.llama.checkpoint import save_llama
-from lpes_jax.search.settings import SearchSettings, check
+from lpes_jax.search.settings import check
+from lpes_jax.settings.search import SearchSettings
 from lpes_jax.tasks.chat import ChatTask
 from lpes_jax.tasks.key_value import KeyValue
 from lpes_jax.tasks.prompts import encode
@@ -91,9 +92,9 @@ def test_flags_that_cannot_go_together(flags, named):
 
 def test_search_and_evaluate_refuse_them_before_anything_is_loaded(tmp_path):
     with pytest.raises(UserError, match="--system-prompt needs"):
-        check(SearchSettings(system_prompt="x"))
+        check(SearchSettings.of(system_prompt="x"))
     with pytest.raises(UserError, match="--system-prompt needs"):
-        run_evaluation(EvaluateSettings(model="no such model", system_prompt="x", output_path=tmp_path))
+        run_evaluation(EvaluateSettings.of(model="no such model", system_prompt="x", output_path=tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -152,7 +153,7 @@ def test_plain_questions_in_a_chat_admit_answers_without_the_space_behind_a_line
 def test_results_say_how_the_questions_were_asked(tmp_path, tiny_model):
     save_llama(tiny_model, tmp_path / "model")
     make_tokenizer(CHATML).save_pretrained(tmp_path / "model")
-    settings = EvaluateSettings(
+    settings = EvaluateSettings.of(
         model=str(tmp_path / "model"), output_path=tmp_path / "out", num_pairs=2, key_length=3, limit=1, positions=(0,),
         metrics=("prefix",), apply_chat_template=True, system_prompt="Be brief.",
     )  # fmt: skip

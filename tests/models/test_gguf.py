@@ -55,6 +55,25 @@ def test_plain_tensors_come_back_bit_for_bit(tmp_path):
     assert file.metadata["general.architecture"] == "llama"
 
 
+def test_every_type_of_value_and_an_alignment_of_one_are_read(tmp_path):
+    kinds = {
+        "UINT8": 200, "INT8": -100, "UINT16": 60_000, "INT16": -30_000, "UINT32": 4_000_000_000, "INT32": -2_000_000_000,
+        "FLOAT32": 0.5, "BOOL": True, "UINT64": 2**63 + 1, "INT64": -(2**62), "FLOAT64": 0.1, "STRING": "é",
+    }  # fmt: skip
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_custom_alignment(1)
+    for name, value in kinds.items():
+        writer.add_key_value(f"own.{name}", value, gguf.GGUFValueType[name])
+    writer.add_tensor("vector", WEIGHTS[0, :3])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = GgufFile.open(tmp_path / "m.gguf")
+    assert {name: file.metadata[f"own.{name}"] for name in kinds} == kinds
+    np.testing.assert_array_equal(file.read("vector"), WEIGHTS[0, :3])
+
+
 def works(function, array: np.ndarray, kind: gguf.GGMLQuantizationType) -> bool:
     try:
         function(array, kind)

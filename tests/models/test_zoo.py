@@ -4,16 +4,17 @@ import hashlib
 import http.server
 import json
 import os
-import subprocess
 import sys
 import threading
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from nursery import Nursery
 
 from lpes_jax.curves import authors
 from lpes_jax.errors import UserError
@@ -262,23 +263,28 @@ class Hub(http.server.BaseHTTPRequestHandler):
         "org/name": {"config.json": b"{}", "model.safetensors": b"weights", "pytorch_model.bin": b"pickle"},
         "org/gated": {"config.json": b"{}", "model.safetensors": b"weights"},
         "org/pickles": {"config.json": b"{}", "pytorch_model-00001-of-00001.bin": b"pickle"},
+        "org/tokenizer": {"tokenizer.json": b"{}", "pytorch_model.bin": b"pickle"},
     }
     sha = "0123456789abcdef0123456789abcdef01234567"
+    older, sha_of_older = {"config.json": b"{}", "model.safetensors": b"older weights"}, "89abcdef" * 5  # of org/name: `v1`
 
     def do_GET(self) -> None:
         path = self.path.split("?")[0]
         repo = "/".join(path.removeprefix("/api/models").split("/")[1:3])
-        files = self.repos.get(repo, {})
+        older = repo == "org/name" and path.endswith(("/v1", self.sha_of_older)) or f"/{self.sha_of_older}/" in path
+        files, sha = (self.older, self.sha_of_older) if older else (self.repos.get(repo, {}), self.sha)
         if files and path.startswith(f"/api/models/{repo}/tree/"):
             tree = [{"type": "file", "path": name, "size": len(data), "oid": self.etag(data)} for name, data in files.items()]
             self.answer(200, json.dumps(tree).encode())
-        elif files and path in (f"/api/models/{repo}", f"/api/models/{repo}/revision/main"):
+        elif files and (path == f"/api/models/{repo}" or path.endswith(("/revision/main", "/revision/v1", f"/revision/{sha}"))):
             siblings = [{"rfilename": name} for name in files]
-            self.answer(200, json.dumps({"id": repo, "sha": self.sha, "siblings": siblings}).encode())
+            self.answer(200, json.dumps({"id": repo, "sha": sha, "siblings": siblings}).encode())
+        elif files and path.startswith(f"/api/models/{repo}/revision/"):
+            self.answer(404, b"", {"X-Error-Code": "RevisionNotFound"})
         elif files and repo == "org/gated":
             self.answer(403, b"", {"X-Error-Code": "GatedRepo"})
-        elif (name := path.removeprefix(f"/{repo}/resolve/{self.sha}/")) in files:
-            self.answer(200, files[name], {"ETag": self.etag(files[name]), "X-Repo-Commit": self.sha})
+        elif (name := path.removeprefix(f"/{repo}/resolve/{sha}/")) in files:
+            self.answer(200, files[name], {"ETag": self.etag(files[name]), "X-Repo-Commit": sha})
         else:
             self.answer(404, b"", {"X-Error-Code": "RepoNotFound"})
 
@@ -309,34 +315,81 @@ def hub() -> Iterator[str]:
         thread.join()
 
 
-def resolve_from(endpoint: str, name: str, home: Path, zoo_folder: Path = ZOO) -> str:
-    """What `resolve` prints or refuses in a process of its own: the hub client reads its settings once, at import."""
-    script = """
-import pathlib, sys
+RESOLVE = """
+import pathlib
 from lpes_jax.errors import UserError
 from lpes_jax.models import zoo
-zoo._HERE = pathlib.Path(sys.argv[2])
+zoo._HERE = pathlib.Path(arguments[1])
 try:
-    print(zoo.resolve(sys.argv[1]))
+    print(zoo.resolve(arguments[0], **eval(arguments[2] or "{}")))
 except UserError as error:
     print(f"error: {error}")
+raise SystemExit(0)
 """
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_") and "proxy" not in key.lower()}
-    environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", script, name, zoo_folder], capture_output=True, text=True, env=environment, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
 
 
-def test_a_hub_id_is_downloaded_without_pickles_and_kept_for_offline_use(hub, tmp_path):
+@pytest.fixture(scope="module")
+def without_hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    """Starts processes that have not yet imported the hub client."""
+    folder = tmp_path_factory.mktemp("hub")
+    nursery = Nursery(folder, folder, hub=False)
+    yield nursery
+    nursery.process.communicate()
+
+
+@pytest.fixture
+def resolve_from(without_hub: Nursery, tmp_path: Path) -> Callable[..., str]:
+    return partial(_resolved, without_hub, tmp_path)
+
+
+def _resolved(
+    nursery: Nursery, folder: Path, endpoint: str, name: str, home: Path, zoo_folder: Path = ZOO, more: str = ""
+) -> str:
+    """What `resolve` prints or refuses in a process of its own: the hub client reads its settings once, at import."""
+    environment: dict[str, str | None] = dict.fromkeys(it for it in os.environ if it.startswith("HF_") or "proxy" in it.lower())
+    environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home)}
+    out, errors = folder / "resolved.out", folder / "resolved.err"
+    pid = nursery.run(RESOLVE, out, name, zoo_folder, more, errors=errors, **environment)
+    assert nursery.wait(pid) == 0, errors.read_text()
+    return out.read_text().strip()
+
+
+def test_a_hub_id_is_downloaded_without_pickles_and_kept_for_offline_use(resolve_from, hub, tmp_path):
     folder = Path(resolve_from(hub, "org/name", tmp_path))
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == {
         "config.json": b"{}",
         "model.safetensors": b"weights",
     }
     assert resolve_from("http://127.0.0.1:9", "org/name", tmp_path) == str(folder)
+
+
+def test_a_revision_of_a_hub_model(hub, tmp_path):
+    newest = Path(resolve_from(hub, "org/name", tmp_path, more="{'revision': 'main'}"))
+    for revision in ("v1", Hub.sha_of_older):
+        folder = Path(resolve_from(hub, "org/name", tmp_path, more=f"{{'revision': {revision!r}}}"))
+        assert (folder / "model.safetensors").read_bytes() == b"older weights"
+    assert (newest / "model.safetensors").read_bytes() == b"weights"
+    offline = "http://127.0.0.1:9"
+    assert resolve_from(offline, "org/name", tmp_path, more="{'revision': 'v1'}") == str(folder)
+    assert resolve_from(offline, "org/name", tmp_path) == str(newest)
+    said = resolve_from(hub, "org/name", tmp_path, more="{'revision': 'v2'}")
+    assert said.startswith("error: 'org/name' is no folder here, and the hub has no revision 'v2' of it")
+    assert "revision 'v2' was not downloaded before" in resolve_from(offline, "org/name", tmp_path, more="{'revision': 'v2'}")
+
+
+def test_a_tokenizer_of_the_hub_needs_no_weights(hub, tmp_path):
+    folder = Path(resolve_from(hub, "org/tokenizer", tmp_path, more="{'weights': False}"))
+    assert [file.name for file in folder.iterdir()] == ["tokenizer.json"]
+    assert resolve_from(hub, "org/tokenizer", tmp_path).startswith("error: ")
+    folder = Path(resolve_from(hub, "org/name", tmp_path, more="{'weights': False}"))
+    assert [file.name for file in folder.iterdir()] == ["config.json"]
+
+
+def test_what_is_not_on_the_hub_has_no_revision(tmp_path):
+    for name in ("tiny-retriever", str(tmp_path), "smollm2-135m-instruct"):
+        with pytest.raises(UserError, match="and has no revision 'v1'; leave it out"):
+            zoo.resolve(name, "v1")
+    assert zoo.resolve(str(tmp_path), "main") == zoo.resolve(str(tmp_path), "v1", weights=False) == tmp_path
 
 
 def of_shards(*shards: str) -> str:
@@ -391,7 +444,7 @@ def test_hub_models_whose_weights_are_not_there_are_refused(weights, index, name
         zoo.hub_files([*weights, *SETTINGS], index)
 
 
-def test_a_hub_id_with_shards_is_downloaded_without_other_copies(hub, tmp_path, monkeypatch):
+def test_a_hub_id_with_shards_is_downloaded_without_other_copies(resolve_from, hub, tmp_path, monkeypatch):
     weights = {name: name.encode() for name in ("consolidated.safetensors", "metal/model.safetensors", *SHARDS)}
     files = {"config.json": b"{}", INDEX: of_shards(*SHARDS).encode()} | weights
     monkeypatch.setitem(Hub.repos, "org/shards", files)
@@ -407,14 +460,14 @@ def test_a_hub_id_with_shards_is_downloaded_without_other_copies(hub, tmp_path, 
     )
 
 
-def test_hub_ids_that_do_not_exist_and_hubs_that_do_not_answer(hub, tmp_path):
+def test_hub_ids_that_do_not_exist_and_hubs_that_do_not_answer(resolve_from, hub, tmp_path):
     said = resolve_from(hub, "org/absent", tmp_path)
     assert said.startswith("error: 'org/absent' is no folder here, and the hub has no such model") and "\n" not in said
     said = resolve_from("http://127.0.0.1:9", "org/absent", tmp_path)
     assert said.startswith("error: 'org/absent' is no folder here, and the hub does not answer") and "\n" not in said
 
 
-def test_hub_models_of_pickles_alone_and_those_behind_a_gate_are_refused(hub, tmp_path):
+def test_hub_models_of_pickles_alone_and_those_behind_a_gate_are_refused(resolve_from, hub, tmp_path):
     said = resolve_from(hub, "org/pickles", tmp_path)
     assert said.startswith("error: 'org/pickles' is no folder here, and the hub has no safetensors of it") and "\n" not in said
     assert "save_pretrained" in said and ".gguf" in said
@@ -423,7 +476,7 @@ def test_hub_models_of_pickles_alone_and_those_behind_a_gate_are_refused(hub, tm
     assert "hf auth login" in said
 
 
-def test_a_zoo_model_of_the_hub_without_a_network(tmp_path):
+def test_a_zoo_model_of_the_hub_without_a_network(resolve_from, tmp_path):
     said = resolve_from("http://127.0.0.1:9", "llama-2-7b-chat", tmp_path)
     assert said.startswith(
         "error: llama-2-7b-chat stands for 'meta-llama/Llama-2-7b-chat-hf', and the hub does not answer; "
@@ -432,7 +485,7 @@ def test_a_zoo_model_of_the_hub_without_a_network(tmp_path):
     assert "\n" not in said
 
 
-def test_a_zoo_model_of_the_hub_must_be_that_of_its_card(hub, tmp_path, tiny_model, tiny_config, monkeypatch):
+def test_a_zoo_model_of_the_hub_must_be_that_of_its_card(resolve_from, hub, tmp_path, tiny_model, tiny_config, monkeypatch):
     save_llama(tiny_model, tmp_path / "checkpoint")
     files = {file.name: file.read_bytes() for file in (tmp_path / "checkpoint").iterdir()}
     monkeypatch.setitem(Hub.repos, "org/tiny", files)

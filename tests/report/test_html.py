@@ -17,6 +17,7 @@ from lpes_jax.report.html import write_page
 from lpes_jax.report.plots import factors_by_layer, search_history, u_curve
 from lpes_jax.report.tables import Row, markdown
 
+pytestmark = pytest.mark.pictures
 MODEL = '<script>alert(1)</script>&"a|b" ' + "long/" * 40
 ROWS = [Row(f"{MODEL} {at}", (90.7, 56.7, 95.0), 80.8, 1.3, p=0.0441) for at in range(3)]
 RECORD = {
@@ -79,7 +80,7 @@ def pictures(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory, pictures) -> Path:
-    settings = EvaluateSettings(model=MODEL, positions=(0, 50, 100), only_factors=True, limit=8)
+    settings = EvaluateSettings.of(model=MODEL, positions=(0, 50, 100), only_factors=True, limit=8)
     text = f"50 pairs\n\n{markdown(ROWS, [0, 50, 100])}\n\n{MODEL}: left out. <too long>\n"
     folder, title, preset = tmp_path_factory.mktemp("page"), f"Evaluate: {MODEL}", {"limit": 8, "seed": 3}
     return write_page(folder, "evaluate", title, settings, RECORD, text, pictures, SEARCH, preset)
@@ -101,7 +102,7 @@ def test_the_page_needs_nothing_but_itself_and_holds_the_pictures(page, pictures
 def test_what_it_was_given_is_there_as_text(page):
     text = page.read_text(encoding="utf-8")
     seen = Page(text)
-    assert f"python -m lpes_jax.evaluate --model '{MODEL}' --only-factors --positions 0 50 100 --seed 0" in seen.words
+    assert f"python -m lpes_jax.evaluate --model '{MODEL}' --seed 0 --only-factors --positions 0 50 100" in seen.words
     assert f"{MODEL}: left out. <too long>" in seen.words and "<script" not in text and "<too" not in text
     for row in ROWS:  # every cell of the table, with a | inside of one
         at = seen.cells.index(row.name)

@@ -12,6 +12,8 @@ from rich.console import Console
 from lpes_jax.report.plots import factors_by_layer, u_curve
 from lpes_jax.report.tables import Row, markdown, position_table
 
+pytestmark = pytest.mark.pictures
+
 ROWS = [
     Row("baseline", (90.7, 56.74, 95.0), 80.81, 1.26),
     Row("LPES | [50]", (95.0, 87.9, 100.0), 94.3, 0.8, p=0.0001, log_likelihood=-1.234),

@@ -157,31 +157,31 @@ class PopulationScores(Door):
 
 class RunEvaluation(Door):
     def nan(self, at: Folders) -> None:
-        settings = lj.EvaluateSettings(model=str(at.nan), dtype="float32", output_path=at.out / "e", **TINY_TASK)
+        settings = lj.EvaluateSettings.of(model=str(at.nan), dtype="float32", output_path=at.out / "e", **TINY_TASK)
         refused(f"{NOT_FINITE}: first in layer 0", lambda: lj.run_evaluation(settings))
         assert not (at.out / "e").exists()
 
     def ids(self, at: Folders) -> None:
-        settings = lj.EvaluateSettings(model=str(at.few_rows), output_path=at.out / "e", **TINY_TASK)
+        settings = lj.EvaluateSettings.of(model=str(at.few_rows), output_path=at.out / "e", **TINY_TASK)
         refused(NO_EMBEDDING, lambda: lj.run_evaluation(settings))
 
     def ends(self, at: Folders) -> None:
-        settings = lj.EvaluateSettings(model=str(at.ends), output_path=at.out / "ends", **TINY_TASK, **GENERATED)
+        settings = lj.EvaluateSettings.of(model=str(at.ends), output_path=at.out / "ends", **TINY_TASK, **GENERATED)
         lj.run_evaluation(settings)
         assert outputs(at.out / "ends") == {"A"}
 
 
 class RunSearch(Door):
     def nan(self, at: Folders) -> None:
-        settings = lj.SearchSettings(model=str(at.nan), output_path=at.out / "s", **TINY_SEARCH)
+        settings = lj.SearchSettings.of(model=str(at.nan), output_path=at.out / "s", **TINY_SEARCH)
         refused(f"{NOT_FINITE}.* first in layer 0", lambda: lj.run_search(settings))
 
     def ids(self, at: Folders) -> None:
-        settings = lj.SearchSettings(model=str(at.few_rows), output_path=at.out / "s2", **TINY_SEARCH)
+        settings = lj.SearchSettings.of(model=str(at.few_rows), output_path=at.out / "s2", **TINY_SEARCH)
         refused(NO_EMBEDDING, lambda: lj.run_search(settings))
 
     def ends(self, at: Folders) -> None:
-        settings = lj.SearchSettings(model=str(at.ends), output_path=at.out / "ends_s", **TINY_SEARCH, **GENERATED)
+        settings = lj.SearchSettings.of(model=str(at.ends), output_path=at.out / "ends_s", **TINY_SEARCH, **GENERATED)
         lj.run_search(settings)
         assert outputs(at.out / "ends_s") == {"A"}
 
@@ -299,7 +299,10 @@ class Compare(Verb):
     name, settings = "compare", TINY_TASK | {"test_limit": 1, "budget": 1, "repeats": 1, "channel_strings": 1}
 
     def more(self, at: Folders) -> list[list[str]]:
-        of_method = {"router_steps": 1, "router_batch": 1}
+        text = at.out / "learnt.txt"  # else the model would write some
+        text.parent.mkdir(exist_ok=True)
+        text.write_text("The boat left the port with salt and grain. " * 99)
+        of_method = {"router_steps": 1, "router_batch": 1, "text": text}
         return [flags(self.settings | of_method | {"methods": (name,)}) for name in ("uniform", "moice", "hidden_channel")]
 
     def ends(self, at: Folders, said: Callable[[], str]) -> None:

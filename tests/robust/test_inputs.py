@@ -131,7 +131,7 @@ def test_counts_below_one(tiny_model, tokenizer, model_folder, tmp_path, count):
         for name in ("max_new_tokens", "batch_size", "limit", *names):
             changes = {name: count, "num_pairs": 2, "output_path": tmp_path / "run", "model": str(tmp_path / "not there")}
             with pytest.raises(lj.UserError, match=f"--{name.replace('_', '-')} must be at least 1, got {count}"):
-                run(settings(**changes))  # before the model is looked for
+                run(settings.of(**changes))  # before the model is looked for
     assert not (tmp_path / "run").exists()
 
 
@@ -172,4 +172,4 @@ def test_doctor_on_a_window_of_a_few_tokens(model_folder, tmp_path, capsys):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 16}))
     assert len(example_tokens(load(str(folder), "float32"), 400)) == 8
-    assert all(check.passed for check in run_doctor(DoctorSettings(model=str(folder), dtype="float32")))
+    assert all(check.passed for check in run_doctor(DoctorSettings.of(model=str(folder), dtype="float32")))

@@ -3,7 +3,6 @@
 import copy
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,8 @@ from lpes_jax.models.llama.tokenizer import stop_ids
 from lpes_jax.results import outcome_of
 from lpes_jax.search import run_search
 from lpes_jax.search.loop import _sweep
-from lpes_jax.search.settings import SearchSettings, search_space
+from lpes_jax.search.settings import search_space
+from lpes_jax.settings.search import SearchSettings
 from lpes_jax.store.files import write_json
 from lpes_jax.store.parts import Parts
 from lpes_jax.store.run_folder import RunFolder
@@ -142,7 +142,7 @@ def test_factors(tmp_path, tiny_config, record):
     refused_or(lambda: found.for_model(3, 2, 8))
     found.save(tmp_path / "again.json")
     for curve, points in (("bezier", 3), ("free", None)):
-        of_search = SearchSettings(curve=curve, control_points=points, initial_factors=path)
+        of_search = SearchSettings.of(curve=curve, control_points=points, initial_factors=path)
         refused_or(lambda of_search=of_search: search_space(of_search, tiny_config, range(3)))
 
 
@@ -351,7 +351,7 @@ def test_the_sweep_of_uniform_factors(tmp_path, record):
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory, model_folder) -> SearchSettings:
-    of_run = SearchSettings(
+    of_run = SearchSettings.of(
         model=str(model_folder), output_path=tmp_path_factory.mktemp("json") / "run", num_pairs=3, key_length=1, limit=2,
         test_limit=2, positions=(0, 100), control_points=2, population_size=3, parents=2, mutations=2, crossovers=1,
         generations=1, uniform_candidates=2,
@@ -401,12 +401,12 @@ def test_a_damaged_run_is_not_resumed_and_stays_as_it_is(ran, tmp_path, name):
     damage, message = DAMAGED_RUNS[name]
     run = tmp_path / "run"
     run.mkdir()
-    for file in ran.output_path.iterdir():
+    for file in ran.run.output_path.iterdir():
         (run / file.name).write_bytes(file.read_bytes())
     damage(run)
     before = {path: path.read_bytes() for path in run.iterdir()}
     with pytest.raises(UserError, match=message) as refused:
-        run_search(replace(ran, output_path=run, resume=True))
+        run_search(ran.replace(output_path=run, resume=True))
     assert "\n" not in str(refused.value)
     assert {path: path.read_bytes() for path in run.iterdir()} == before
 

@@ -262,14 +262,14 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_evaluate_counts_and_drops(questions, model_folder, tmp_path):
-    settings = lj.EvaluateSettings(
+    settings = lj.EvaluateSettings.of(
         task="mdqa", data=questions, num_documents=2, split="all", limit=10, positions=(0, 100), model=str(model_folder),
         dtype="float32", metrics=("best_subspan_em",), max_new_tokens=6, output_path=tmp_path / "all",
     )  # fmt: skip
     [everything] = lj.run_evaluation(settings)
     assert everything.counts["questions_gold_empty"] == 2 and everything.counts["questions_answer_in_distractors"] == 2
     assert everything.counts["questions_dropped"] == 0 and len(everything.main) == 10
-    [kept] = lj.run_evaluation(replace(settings, drop_leaky=True, output_path=tmp_path / "kept"))
+    [kept] = lj.run_evaluation(settings.replace(drop_leaky=True, output_path=tmp_path / "kept"))
     assert kept.counts["questions_dropped"] == 4 and len(kept.main) == 6
     record = json.loads((tmp_path / "kept" / "results.json").read_text())
     assert record["n-samples"]["mdqa"] == {"original": 10, "effective": 6} and record["config"]["drop_leaky"] is True
@@ -317,14 +317,14 @@ def test_a_search_and_a_comparison_drop_them_too(questions, model_folder, tmp_pa
     assert result.outcomes[0].counts["questions_dropped"] == bad["test"]
     assert len(result.outcomes[0].main) == limits["test_limit"] - bad["test"]
     record = run_comparison(
-        CompareSettings(**few, **limits, methods=("uniform",), budget=2, repeats=1, output_path=tmp_path / "compared")
+        CompareSettings.of(**few, **limits, methods=("uniform",), budget=2, repeats=1, output_path=tmp_path / "compared")
     )
     assert {it["questions_dropped"] for it in record["methods"].values()} == {bad["test"]}
 
 
 def test_blank_golds_have_no_beginning(model_folder, tmp_path):
     path = write(tmp_path / "z.jsonl", *(scrolls(output) for output in ("yes", " ", "no", "maybe")))
-    settings = lj.EvaluateSettings(
+    settings = lj.EvaluateSettings.of(
         task="zero_scrolls", subset="qasper", data=path, split="all", limit=4, model=str(model_folder), dtype="float32",
         metrics=("prefix",), max_prompt_tokens=64, output_path=tmp_path / "out",
     )  # fmt: skip
@@ -333,10 +333,10 @@ def test_blank_golds_have_no_beginning(model_folder, tmp_path):
     ):
         lj.run_evaluation(settings)
     assert not (tmp_path / "out").exists()
-    [outcome] = lj.run_evaluation(replace(settings, drop_leaky=True))
+    [outcome] = lj.run_evaluation(settings.replace(drop_leaky=True))
     assert len(outcome.main) == 3
     blank = write(tmp_path / "blank.jsonl", *(scrolls(" " * count) for count in (1, 2)))
     with pytest.raises(lj.UserError, match="--metrics prefix: --task zero_scrolls has no short answers"):
-        lj.run_evaluation(replace(settings, data=blank, limit=2, output_path=tmp_path / "none"))
+        lj.run_evaluation(settings.replace(data=blank, limit=2, output_path=tmp_path / "none"))
     with pytest.raises(lj.UserError, match="--drop-leaky leaves out all 2 questions"):
-        lj.run_evaluation(replace(settings, data=blank, limit=2, drop_leaky=True, output_path=tmp_path / "none"))
+        lj.run_evaluation(settings.replace(data=blank, limit=2, drop_leaky=True, output_path=tmp_path / "none"))

@@ -1,7 +1,7 @@
 """Sizes that cannot be: every number of every verb has bounds, and what is out of them is one line before anything opens."""
 
 import math
-from dataclasses import fields, replace
+from copy import copy
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,12 @@ from lpes_jax import cli, compare, evaluate, hosts
 from lpes_jax.compare import CompareSettings
 from lpes_jax.errors import UserError
 from lpes_jax.evaluate import EvaluateSettings
-from lpes_jax.hosts import HostFlags
 from lpes_jax.limits import BOUNDS, check_bounds, check_path, flag_of, numbers_of
 from lpes_jax.models.zoo import resolve
-from lpes_jax.search.genetic_settings import GeneticSettings
-from lpes_jax.search.gradient import GradientSettings
-from lpes_jax.search.settings import PRESETS, SearchSettings, check, preset
+from lpes_jax.search.lattice import Lattice, max_changes
+from lpes_jax.search.settings import check
+from lpes_jax.settings.groups import HostSettings, TaskSettings
+from lpes_jax.settings.search import PRESETS, SearchSettings, preset
 from lpes_jax.tasks import CLASSES
 from lpes_jax.tasks.flags import task_of
 from lpes_jax.tasks.key_value import KeyValue
@@ -56,7 +56,7 @@ def numeric(of: Any) -> list[tuple[str, type]]:
 
 def test_every_number_of_every_verb_and_of_the_settings_in_python_has_bounds():
     assert VERB_SETTINGS.keys() == cli.VERBS.keys()
-    of_all = [*map(type, VERB_SETTINGS.values()), HostFlags, GeneticSettings, GradientSettings, *CLASSES.values()]
+    of_all = [*map(type, VERB_SETTINGS.values()), HostSettings, Lattice, *CLASSES.values()]
     named = {name for of in of_all for name, _ in numeric(of)}
     assert named == BOUNDS.keys(), "a field without bounds, or bounds without a field"
     assert all(bound.least < bound.most < math.inf for bound in BOUNDS.values())
@@ -64,20 +64,21 @@ def test_every_number_of_every_verb_and_of_the_settings_in_python_has_bounds():
 
 @pytest.mark.parametrize("verb", [*VERB_SETTINGS, "several processes"])
 def test_numbers_out_of_their_bounds_are_named_with_their_flag(verb):
-    defaults = VERB_SETTINGS.get(verb, HostFlags())
+    defaults = VERB_SETTINGS.get(verb, HostSettings())
     check_bounds(defaults)
+    values = defaults.flat()
     for name, kind in numeric(type(defaults)):
-        bound, of_tuple = BOUNDS[name], isinstance(getattr(defaults, name), tuple)
+        bound, of_tuple = BOUNDS[name], isinstance(values[name], tuple)
         wrong = [bound.least - 1, bound.most + 1, 10**30, -(10**30)] + [bound.least] * bound.above + [bound.most] * bound.below
         wrong = [kind(value) for value in wrong] + ([math.nan, math.inf, -math.inf] if kind is float else [])
         right = [bound.most] * (not bound.below) + [bound.least] * (not bound.above)
         for value in wrong:
             with pytest.raises(UserError) as refused:
-                check_bounds(replace(defaults, **{name: (value,) if of_tuple else value}))
+                check_bounds(defaults.replace(**{name: (value,) if of_tuple else value}))
             said = str(refused.value)
             assert said.startswith(f"{flag_of(name)} must be ") and f"got {value}" in said and "\n" not in said
         for value in map(kind, right):
-            check_bounds(replace(defaults, **{name: (value,) if of_tuple else value}))
+            check_bounds(defaults.replace(**{name: (value,) if of_tuple else value}))
 
 
 COMMANDS = [
@@ -164,9 +165,9 @@ def test_sizes_that_are_too_much_together_are_refused_before_anything_is_generat
 
 def test_more_individuals_than_a_history_holds_are_refused():
     with pytest.raises(UserError, match="--generations makes 2,400,032 .*|.*more than 10,000,000"):
-        check(SearchSettings(generations=100_000, mutations=1000))
-    check(SearchSettings(generations=100_000, mutations=1000, max_evaluations=1000))
-    check(SearchSettings(generations=100_000, mutations=10_000, algorithm="gradient"))
+        check(SearchSettings.of(generations=100_000, mutations=1000))
+    check(SearchSettings.of(generations=100_000, mutations=1000, max_evaluations=1000))
+    check(SearchSettings.of(generations=100_000, mutations=10_000, algorithm="gradient"))
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -176,13 +177,14 @@ def test_presets_are_within_bounds(name):
 
 def test_values_of_another_kind_are_refused():
     for of, name, value in (
-        (SearchSettings(), "limit", "5"),
-        (SearchSettings(), "limit", 2.5),
-        (SearchSettings(), "limit", True),
-        (SearchSettings(), "learning_rate", "0.1"),
-        (SearchSettings(), "limit", 10**5000),
-        (EvaluateSettings(), "positions", (0, "50")),
+        (SearchSettings().questions, "limit", "5"),
+        (SearchSettings().questions, "limit", 2.5),
+        (SearchSettings().questions, "limit", True),
+        (SearchSettings().gradient, "learning_rate", "0.1"),
+        (SearchSettings().questions, "limit", 10**5000),
+        (EvaluateSettings().questions, "positions", (0, "50")),
     ):
+        of = copy(of)  # groups of the defaults are shared
         object.__setattr__(of, name, value)  # past the types that the tests check
         with pytest.raises(UserError, match=f"{flag_of(name)} must be a") as refused:
             check_bounds(of)
@@ -225,10 +227,10 @@ INTEGERS = st.integers(-(10**25), 10**25) | st.integers(-3, 300)
 
 def changed(of: Any, data: st.DataObject) -> Any:
     """Settings with some numbers drawn at random, those of tuples too."""
-    names = [(name, kind) for name, kind in numbers_of(type(of)).items() if name != "initial_points"]  # of pairs
+    names = list(numbers_of(type(of)).items())
     for name, kind in data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=4, unique=True)):
         value = data.draw(FLOATS if kind is float else INTEGERS, label=name)
-        of = replace(of, **{name: (value,) if isinstance(getattr(of, name), tuple) else value})
+        of = of.replace(**{name: (value,) if isinstance(of.flat()[name], tuple) else value})
     return of
 
 
@@ -239,13 +241,13 @@ def test_random_numbers_pass_each_check_or_are_refused_in_one_line(data):
         st.sampled_from(
             [
                 (SearchSettings(), check),
-                (SearchSettings(algorithm="gradient"), check),
+                (SearchSettings.of(algorithm="gradient"), check),
                 (EvaluateSettings(), evaluate._check),
                 (CompareSettings(), compare._names),
-                (HostFlags("localhost:9", 2, 1), hosts.check),
-                (GeneticSettings(32), lambda it: GeneticSettings(**{f.name: getattr(it, f.name) for f in fields(it)})),
-                (SearchSettings(task="kv"), task_of),
-                (SearchSettings(task="needle"), task_of),
+                (HostSettings("localhost:9", 2, 1), hosts.check),
+                (SearchSettings(), lambda it: max_changes(it.ga, Lattice(32, it.space.control_points or 4, it.space))),
+                (TaskSettings(task="kv"), task_of),
+                (TaskSettings(task="needle"), task_of),
             ]
         )
     )

@@ -14,7 +14,8 @@ from lpes_jax.errors import UserError
 from lpes_jax.evaluate.__main__ import main as evaluate
 from lpes_jax.evaluation import slots_of
 from lpes_jax.search.__main__ import main as search
-from lpes_jax.search.settings import SearchSettings, check, check_weights
+from lpes_jax.search.settings import check, check_weights
+from lpes_jax.settings.search import SearchSettings
 from lpes_jax.tasks.key_value import KeyValue
 from lpes_jax.tasks.prompts import check_once, check_positions
 
@@ -55,15 +56,15 @@ def test_verbs_refuse_them_in_one_line(verb, flags, message, tmp_path, capsys):
 
 def test_so_does_python():
     for settings in (
-        lj.EvaluateSettings(model=NO_MODEL[1], positions=(50, 50)),
-        lj.EvaluateSettings(model=NO_MODEL[1], positions=(), slots=(2, 2)),
+        lj.EvaluateSettings.of(model=NO_MODEL[1], positions=(50, 50)),
+        lj.EvaluateSettings.of(model=NO_MODEL[1], positions=(), slots=(2, 2)),
     ):
         with pytest.raises(UserError, match="stands there twice"):
             lj.run_evaluation(settings)
     with pytest.raises(UserError, match="stands there twice"):
-        run_comparison(CompareSettings(model=NO_MODEL[1], positions=(0, 50, 0)))
+        run_comparison(CompareSettings.of(model=NO_MODEL[1], positions=(0, 50, 0)))
     with pytest.raises(UserError, match="--weights must be numbers"):
-        lj.run_search(SearchSettings(model=NO_MODEL[1], weights=(math.nan, math.nan, 1.0)))
+        lj.run_search(SearchSettings.of(model=NO_MODEL[1], weights=(math.nan, math.nan, 1.0)))
 
 
 def test_two_slots_at_one_position_would_be_one_figure():
@@ -98,12 +99,12 @@ def test_what_is_no_share_is_no_weight(weights, wrong):
 
 
 @given(
-    st.sampled_from([name for name, value in vars(SearchSettings()).items() if isinstance(value, float)]),
+    st.sampled_from([name for name, value in SearchSettings().flat().items() if isinstance(value, float)]),
     st.sampled_from([math.nan, math.inf, -math.inf]),
 )
 def test_every_number_of_a_search_is_finite(name, value):
     with pytest.raises(UserError, match=f"--{name.replace('_', '-')} .*{value}"):
-        check(SearchSettings(**{name: value}))
+        check(SearchSettings.of(**{name: value}))
 
 
 @given(st.lists(st.text("ab", max_size=2), max_size=4))

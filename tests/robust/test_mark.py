@@ -58,7 +58,7 @@ def test_every_door_of_python(folded):
     refused(lj.population_scores, model, batch, jnp.full((2, 3), 1.1))
     refused(fold_gains, model, GAINS)
     refused(lpes(GAINS), model.config, 8)
-    refused(lj.run_search, lj.SearchSettings(model=str(folded), output_path=folded.parent / "search"))
+    refused(lj.run_search, lj.SearchSettings.of(model=str(folded), output_path=folded.parent / "search"))
     # Factors of 1 change nothing: it is a model like any other.
     np.testing.assert_array_equal(lj.logits(model, [[1, 2, 3]], lj.LayerFactors(np.ones(3), gains=np.ones(3))), plain)
     assert lpes(lj.LayerFactors(np.ones(3)))(model.config, 8).tables.gains.shape[1] == 3

@@ -349,13 +349,13 @@ def test_evaluate_says_whose_factors_it_measured(folders, factors_file, tmp_path
 
 def test_perplexity_says_so_too(folders, factors_file, tmp_path):
     (tmp_path / "text.txt").write_text("A plain text, read from its begin to its end. " * 20)
-    settings = lj.EvaluateSettings(task="perplexity", data=tmp_path / "text.txt", window=32, limit=1, dtype="float32")
-    settings = replace(
-        settings, model=str(folders["rope"]), factors=factors_file, only_factors=True, output_path=tmp_path / "out"
+    settings = lj.EvaluateSettings.of(task="perplexity", data=tmp_path / "text.txt", window=32, limit=1, dtype="float32")
+    settings = settings.replace(
+        model=str(folders["rope"]), factors=factors_file, only_factors=True, output_path=tmp_path / "out"
     )
     with pytest.raises(lj.UserError, match="found for another model"):
         lj.run_evaluation(settings)
-    lj.run_evaluation(replace(settings, other_model=True))
+    lj.run_evaluation(settings.replace(other_model=True))
     assert json.loads((tmp_path / "out/results.json").read_text())["factors_model"]["other_model"] is True
 
 

@@ -94,6 +94,7 @@ def test_progress_reads_no_markup():
     assert "br/x[/models]/[red]m :smile:" in file.getvalue()
 
 
+@pytest.mark.pictures
 @pytest.mark.parametrize("title", ["cost $5 and $6", "모델", "$\\frac{1$", "a\udcff\n\tb", "/long/" * 60, "_x^2_ & <b>"])
 def test_titles_are_drawn_as_they_are(title, tmp_path):
     curves = {"baseline": ([0.9, 0.1], 10), title[:12]: ([0.5, 0.6], 10)}
@@ -107,6 +108,7 @@ def test_titles_are_drawn_as_they_are(title, tmp_path):
         assert "cost $5 and $6" in drawn  # words stand in the comments beside their outlines
 
 
+@pytest.mark.pictures
 def test_a_user_s_style_changes_no_picture(tmp_path):
     import matplotlib
 

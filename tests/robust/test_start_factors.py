@@ -15,8 +15,9 @@ from lpes_jax.factors import LayerFactors
 from lpes_jax.models.llama import LlamaConfig
 from lpes_jax.rope import RopeParameters
 from lpes_jax.search.algorithms import make_algorithm
-from lpes_jax.search.settings import SearchSettings, genetic_settings, scaled_layers, search_space
+from lpes_jax.search.settings import lattice_of, scaled_layers, search_space
 from lpes_jax.search.space import Space
+from lpes_jax.settings.search import SearchSettings
 
 pytestmark = pytest.mark.promotes
 SIZES = {"vocab_size": 300, "hidden_size": 48, "intermediate_size": 96, "num_heads": 6, "num_kv_heads": 2, "head_dim": 8}
@@ -36,7 +37,7 @@ def found(path: Path, points: Any = None, factors: Any = None, **curve: Any) -> 
 
 
 def space(path: Path, **changes: Any) -> Space:
-    s = SearchSettings(**{"initial_factors": path} | changes)
+    s = SearchSettings.of(**{"initial_factors": path} | changes)
     return search_space(s, CONFIG, scaled_layers(s, CONFIG.num_layers))
 
 
@@ -116,13 +117,13 @@ def test_what_fits_is_where_the_search_starts(tmp_path):
 
 def test_a_lattice_may_not_join_control_points(tmp_path):
     path = found(tmp_path / "f.json", [[0, 1], [0.4, 1], [3, 1], [5, 1]])
-    s = SearchSettings(initial_factors=path)
+    s = SearchSettings.of(initial_factors=path)
     with pytest.raises(
         UserError, match=f"--initial-factors {path}: the x 0 and 0.4 are one place on the lattice of --x-step 1; "
     ):
-        genetic_settings(s, space(path))
-    s = SearchSettings(initial_factors=path, x_step=0.0)
-    assert genetic_settings(s, space(path, x_step=0.0)).initial_genes[:, 0] == pytest.approx([0, 0.4, 3, 5])
+        lattice_of(s, space(path))
+    s = SearchSettings.of(initial_factors=path, x_step=0.0)
+    assert lattice_of(s, space(path, x_step=0.0)).initial_genes[:, 0] == pytest.approx([0, 0.4, 3, 5])
 
 
 def test_a_gradient_moves_x_only_from_where_it_may_stand(tmp_path):
@@ -131,8 +132,8 @@ def test_a_gradient_moves_x_only_from_where_it_may_stand(tmp_path):
         ([[1, 1], [2, 1], [3, 1], [5, 1]], False),
         ([[0, 1], [0.01, 1], [3, 1], [5, 1]], False),
     ):
-        s = SearchSettings(initial_factors=found(tmp_path / "f.json", points), algorithm="gradient", move_x=True)
-        start = space(s.initial_factors)
+        s = SearchSettings.of(initial_factors=found(tmp_path / "f.json", points), algorithm="gradient", move_x=True)
+        start = space(s.start.initial_factors)
         if fits:
             make_algorithm(s, start)
         else:
@@ -179,9 +180,9 @@ def test_the_searches_of_the_repository_may_go_on_from_what_they_found():
         layers, curve = record.num_layers, record.curve or {}
         config = LlamaConfig(**SIZES, num_layers=layers, rms_norm_eps=1e-5, max_position_embeddings=9, rope=CONFIG.rope)
         same = {name: record.search[name] for name in ("min_factor", "max_factor", "initial_factor", "y_step")}
-        s = SearchSettings(initial_factors=path, curve=curve["type"], **same)
+        s = SearchSettings.of(initial_factors=path, curve=curve["type"], **same)
         start = search_space(s, config, scaled_layers(s, layers))
-        if s.curve == "free":
+        if s.space.curve == "free":
             np.testing.assert_array_equal(start.y, record.factors)
         else:
             assert np.stack([start.x, start.y], axis=1).tolist() == curve["control_points"]

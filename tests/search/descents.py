@@ -2,15 +2,18 @@
 
 import numpy as np
 
-from lpes_jax.search.gradient import GradientSettings, Look, descend
+from lpes_jax.search.gradient import Look, descend
+from lpes_jax.settings.search import GradientSettings, TextSettings
 from lpes_jax.tasks.prompts import EncodedPrompt
 
+NO_TEXT = TextSettings()
 
-def looks_of(pieces, settings: GradientSettings, **more) -> tuple[list[Look], Look]:
+
+def looks_of(pieces, settings: GradientSettings, text: TextSettings = NO_TEXT, **more) -> tuple[list[Look], Look]:
     model, train, held_back, parameters, apply, project = pieces
     seen: list[Look] = []
     best = descend(
-        model, train, more.pop("held_back", held_back), parameters, apply, settings, project=project,
+        model, train, more.pop("held_back", held_back), parameters, apply, settings, text, project=project,
         on_look=lambda look, state: seen.append(look), **more,
     )  # fmt: skip
     return seen, best

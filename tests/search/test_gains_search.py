@@ -17,11 +17,12 @@ from lpes_jax.rope import RopeTable
 from lpes_jax.search.__main__ import main
 from lpes_jax.search.algorithms import box_parameters, factors_applied
 from lpes_jax.search.genetic import PaperGA, is_valid
-from lpes_jax.search.genetic_settings import GeneticSettings
-from lpes_jax.search.gradient import GradientSettings, answer_loss, descend
+from lpes_jax.search.gradient import answer_loss, descend
+from lpes_jax.search.lattice import Lattice
 from lpes_jax.search.minibatches import Data, pack
-from lpes_jax.search.settings import SearchSettings, check, genetic_settings, search_space
+from lpes_jax.search.settings import check, lattice_of, search_space
 from lpes_jax.search.space import Numbers
+from lpes_jax.settings.search import GradientSettings, SearchSettings, SpaceSettings, TextSettings
 from lpes_jax.tasks.prompts import EncodedPrompt
 
 sys.path.append(str(Path(__file__).parents[2] / "experiments"))
@@ -48,7 +49,7 @@ def prompts_of(seed: int, count: int = 6) -> list[EncodedPrompt]:
     ]
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ["ga", "gradient", pytest.param("cma_es", marks=pytest.mark.long)])
 def test_searches_of_gains_and_of_both(model_folder, tmp_path, algorithm, capsys):
     command = ["--model", str(model_folder), *SMALL, *ALGORITHMS[algorithm].split()]
     for learn in ("gains", "both"):
@@ -115,7 +116,7 @@ def test_a_frequency_may_stand_still(model_folder, tmp_path, capsys):
     assert main([*command, "--output-path", str(tmp_path / "run"), "--resume"]) == 0
 
 
-@pytest.mark.parametrize("curve", ["free", "shared"])
+@pytest.mark.parametrize("curve", ["free", pytest.param("shared", marks=pytest.mark.long)])
 def test_pruning_leaves_few_numbers_and_fits_them_on(model_folder, tmp_path, curve, capsys):
     command = ["--model", str(model_folder), *SMALL, "--algorithm", "gradient", "--learn", "both", "--prune", "0.1"]
     command += [
@@ -147,7 +148,7 @@ def test_pruning_leaves_few_numbers_and_fits_them_on(model_folder, tmp_path, cur
 def test_one_table_of_factors_or_of_multipliers(tiny_config):
     own, rng = tiny_config.rope_table(9), np.random.default_rng(0)
     for parameter in ("factor", "multiplier", "log"):
-        settings = SearchSettings(curve="free", granularity="layer_band", bands=0, learn="both", parameter=parameter)
+        settings = SearchSettings.of(curve="free", granularity="layer_band", bands=0, learn="both", parameter=parameter)
         space = search_space(settings, tiny_config, range(1, 3))
         y, g = rng.uniform(0.5, 2, (2, 2, 4)).astype(np.float32)
         numbers = Numbers(space.x, y, g)
@@ -165,12 +166,14 @@ def test_one_table_of_factors_or_of_multipliers(tiny_config):
 )
 def test_gradients_of_both_are_those_of_finite_differences(tiny_model, tiny_config, parameter, box):
     lowest = 0.0 if parameter == "multiplier" else 0.5
-    settings = SearchSettings(algorithm="gradient", curve="free", learn="both", parameter=parameter, box=box, min_factor=lowest)
+    settings = SearchSettings.of(
+        algorithm="gradient", curve="free", learn="both", parameter=parameter, box=box, min_factor=lowest
+    )
     check(settings)
     space = search_space(settings, tiny_config, range(3))
     with jax.enable_x64(True):
         model = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), tiny_model)
-        parameters, _, values = box_parameters(settings, space)
+        parameters, _, values = box_parameters(settings.gradient, space)
         rng = np.random.default_rng(0)
         parameters = {name: jnp.asarray(value + 0.2 * rng.uniform(-1, 1, value.shape)) for name, value in parameters.items()}
         if parameter == "multiplier":
@@ -201,11 +204,11 @@ def test_gradients_of_both_are_those_of_finite_differences(tiny_model, tiny_conf
 def test_a_descent_in_gains_is_that_of_temperatures_in_the_weights(tiny_model, tiny_config):
     from control_parameters import temperature
 
-    settings = SearchSettings(
+    settings = SearchSettings.of(
         algorithm="gradient", curve="free", granularity="layer_band", bands=0, learn="gains", max_gain=4.0
     )
     space = search_space(settings, tiny_config, range(3))
-    parameters, project, values = box_parameters(settings, space)
+    parameters, project, values = box_parameters(settings.gradient, space)
     own = tiny_config.rope_table(64)
     train, held_back = (Data([pack(prompts_of(seed), [1.0] * 6)]) for seed in (2, 3))
     steps = GradientSettings(steps=4, look_every=2, minibatch_size=6, learning_rate=0.01)
@@ -215,7 +218,7 @@ def test_a_descent_in_gains_is_that_of_temperatures_in_the_weights(tiny_model, t
         ("temperatures", {"g": jnp.ones((3, 4))}, lambda m, p: temperature(m, own, p["g"]),
          lambda p: {"g": jnp.clip(p["g"], 0.2, 4.0)}),
     ):  # fmt: skip
-        descend(tiny_model, train, held_back, start, apply, steps, project=into_box, seed=0,
+        descend(tiny_model, train, held_back, start, apply, steps, TextSettings(), project=into_box, seed=0,
                 on_look=lambda look, _, seen=looks[name]: seen.append(look))  # fmt: skip
     for one, other in zip(*looks.values(), strict=True):
         assert one.loss == pytest.approx(other.loss, rel=1e-4) and one.accuracies == other.accuracies
@@ -224,9 +227,9 @@ def test_a_descent_in_gains_is_that_of_temperatures_in_the_weights(tiny_model, t
 
 
 def test_logarithms_start_where_factors_do_and_take_steps_of_one_size(tiny_config):
-    settings = SearchSettings(algorithm="gradient", curve="free", learn="both", parameter="log", max_factor=3.0)
+    settings = SearchSettings.of(algorithm="gradient", curve="free", learn="both", parameter="log", max_factor=3.0)
     space = search_space(settings, tiny_config, range(3))
-    parameters, project, values = box_parameters(settings, space)
+    parameters, project, values = box_parameters(settings.gradient, space)
     start = values(parameters)
     assert (start.y == 1).all() and (start.g == 1).all()
     far = values(project({name: value + 9 for name, value in parameters.items()}))
@@ -237,8 +240,8 @@ def test_logarithms_start_where_factors_do_and_take_steps_of_one_size(tiny_confi
 
 def test_the_genetic_algorithm_moves_factors_and_gains_over_one_x(tiny_config):
     config = replace(tiny_config, num_layers=8)
-    settings = SearchSettings(learn="both", control_points=3, population_size=64, min_factor=0.5, max_gain=2.0)
-    ga = PaperGA(genetic_settings(settings, search_space(settings, config, range(8))))
+    settings = SearchSettings.of(learn="both", control_points=3, population_size=64, min_factor=0.5, max_gain=2.0)
+    ga = PaperGA(lattice_of(settings, search_space(settings, config, range(8))), settings.ga)
     params = ga.default_params
     genes, lineage = ga.initial_population(jax.random.key(0), params)
     points = ga.recorded_points(genes)
@@ -253,8 +256,8 @@ def test_the_genetic_algorithm_moves_factors_and_gains_over_one_x(tiny_config):
         np.testing.assert_allclose(points[..., 1:] * 20, np.round(points[..., 1:] * 20), atol=1e-9)  # lattices of 0.05
         state, _ = ga.tell(jax.random.key(20 + step), genes, jnp.asarray(points[:, :, 2].sum(axis=1)), state, params)
     assert points[:, :, 2].mean() < 0.75  # what it was told to lower
-    steps = {"y_step": 0.5, "max_change_y": 0.5, "min_gain": 0.5, "max_gain": 1.5}
-    sizes = GeneticSettings(8, 3, min_factor=0.5, max_factor=1.0, initial_factor=1.0, learn="both", **steps).search_space()
+    box = {"min_factor": 0.5, "max_factor": 1.0, "initial_factor": 1.0, "min_gain": 0.5, "max_gain": 1.5}
+    sizes = Lattice(8, 3, SpaceSettings(learn="both", y_step=0.5, **box)).search_space()
     assert sizes == {"paper": (8 * 2 * 3) ** 3, "valid": 56 * 6**3, "brute_force": 6**8}
 
 
@@ -279,15 +282,15 @@ def test_the_genetic_algorithm_moves_factors_and_gains_over_one_x(tiny_config):
 )
 def test_what_cannot_be_searched_is_refused(tiny_config, changes, words):
     with pytest.raises(UserError, match=words) as refusal:
-        settings = SearchSettings(**changes)
+        settings = SearchSettings.of(**changes)
         check(settings)
-        genetic_settings(settings, search_space(settings, tiny_config, range(3)))
+        lattice_of(settings, search_space(settings, tiny_config, range(3)))
     assert "\n" not in str(refusal.value)
 
 
 def test_a_search_starts_from_gains_and_multipliers_that_were_found(tiny_config):
     def space(**changes):
-        settings = SearchSettings(**{"algorithm": "gradient", "curve": "free", "learn": "both"} | changes)
+        settings = SearchSettings.of(**{"algorithm": "gradient", "curve": "free", "learn": "both"} | changes)
         return search_space(settings, tiny_config, range(3))
 
     found = LayerFactors(np.array([1.0, 2.0, np.inf]), gains=np.array([0.5, 1.0, 3.0]))

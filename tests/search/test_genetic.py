@@ -16,11 +16,12 @@ from lpes_jax.search.genetic import (
     FAILED_CROSSOVER,
     INITIAL,
     MUTATION,
-    GeneticSettings,
     PaperGA,
     crossover,
     mutation,
 )
+from lpes_jax.search.lattice import Lattice
+from lpes_jax.settings.search import preset
 
 pytestmark = pytest.mark.promotes  # evosax's own ask and tell promote dtypes
 KEY = jax.random.key(0)
@@ -35,10 +36,20 @@ def quick_compilation():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
+def paper_ga(num_layers=32, control_points=4, **changes):
+    """With the paper's settings, and changes."""
+    settings = preset("paper", **changes)
+    return PaperGA(Lattice(num_layers, control_points, settings.space), settings.ga)
+
+
+def lattice(*sizes, **changes):
+    return paper_ga(*sizes, **changes).lattice
+
+
 @cache
 def make(num_layers=32, **changes):
     """An algorithm (compiled once for all tests that share it) and its parameters."""
-    ga = PaperGA(GeneticSettings(num_layers, **changes))
+    ga = paper_ga(num_layers, **changes)
     return ga, ga.default_params
 
 
@@ -90,15 +101,15 @@ def test_start_is_equation_8_on_the_lattice(num_layers, x):
 
 
 def test_start_rounds_half_to_even():
-    assert GeneticSettings(num_layers=6, control_points=3).initial_genes[:, 0].tolist() == [0, 2, 5]  # 2.5
-    assert GeneticSettings(num_layers=8, control_points=3).initial_genes[:, 0].tolist() == [0, 4, 7]  # 3.5
+    assert lattice(6, 3).initial_genes[:, 0].tolist() == [0, 2, 5]  # 2.5
+    assert lattice(8, 3).initial_genes[:, 0].tolist() == [0, 4, 7]  # 3.5
 
 
 def test_search_space_is_appendix_b():
-    space = GeneticSettings(num_layers=32).search_space()
+    space = lattice(32).search_space()
     assert space == {"paper": 352**4, "valid": math.comb(32, 4) * 11**4, "brute_force": 11**32}
-    assert GeneticSettings(32, x_step=0.0).search_space() == {"paper": None, "valid": None, "brute_force": 11**32}
-    assert set(GeneticSettings(32, y_step=0.0).search_space().values()) == {None}
+    assert lattice(32, x_step=0.0).search_space() == {"paper": None, "valid": None, "brute_force": 11**32}
+    assert set(lattice(32, y_step=0.0).search_space().values()) == {None}
 
 
 def test_lattice_values_are_the_decimals():
@@ -110,8 +121,8 @@ def test_lattice_values_are_the_decimals():
     assert points[:, 0].tolist() == [0, 3, 6, 9, 12, 15, 18, 21, 24, 27, 30]
     np.testing.assert_array_equal(jax.jit(ga.control_points)(genes), points.astype(np.float32))
     fine, params = make(32, x_step=0.05, y_step=0.025, min_factor=0.75, max_factor=1.3, initial_factor=1.3)
-    assert fine.recorded_points(fine.settings.initial_genes)[:, 1].tolist() == [1.3] * 4
-    np.testing.assert_array_equal(fine.recorded_points(fine.settings.initial_genes)[:, 0], [0, 10.35, 20.65, 31])
+    assert fine.recorded_points(fine.lattice.initial_genes)[:, 1].tolist() == [1.3] * 4
+    np.testing.assert_array_equal(fine.recorded_points(fine.lattice.initial_genes)[:, 0], [0, 10.35, 20.65, 31])
     assert params.high.tolist() == [620, 22] and params.max_change.tolist() == [40, 8]
 
 
@@ -177,7 +188,7 @@ def test_pinned_x(x_step):
 
 def test_continuous_axes_stay_in_their_ranges():
     ga, params = make(32, x_step=0.0, y_step=0.0, max_factor=1.7)
-    assert ga.settings.initial_genes[1].tolist() == pytest.approx([31 / 3, 1.5])
+    assert ga.lattice.initial_genes[1].tolist() == pytest.approx([31 / 3, 1.5])
     parents = random_individuals(5000)
     parents[..., 1] = 1 + 0.07 * parents[..., 1]
     mutants = mutants_of(parents, ga, params)
@@ -310,7 +321,7 @@ def test_a_run_improves_never_loses_its_best_and_repeats():
     ga, params = make()
     compiled = jax.jit(lambda seed: run(ga, params, jax.random.key(seed)))
     state, (best, parents, candidates, lineage) = compiled(0)
-    first = float(loss(ga, ga.settings.initial_genes))
+    first = float(loss(ga, ga.lattice.initial_genes))
     assert float(best[-1]) < 0.35 * first
     assert (np.diff(best) <= 0).all() and (np.diff(parents, axis=0) <= 0).all() and (np.diff(parents, axis=1) >= 0).all()
     np.testing.assert_array_equal(best, parents[:, 0])
@@ -352,7 +363,7 @@ def test_one_operator_alone(mutations, crossovers, parents):
 @given(st.integers(4, 40), st.integers(2, 5), st.integers(2, 6), st.integers(0, 2**31 - 1))
 def test_every_candidate_satisfies_equations_9_and_10(num_layers, points, parents, seed):
     points = min(points, num_layers)
-    ga = PaperGA(GeneticSettings(num_layers, points, population_size=7, parents=parents, mutations=5, crossovers=2))
+    ga = paper_ga(num_layers, points, population_size=7, parents=parents, mutations=5, crossovers=2)
     params, key = ga.default_params, jax.random.key(seed)
     population, _ = ga.initial_population(key, params)
     state = ga.init(key, population, jnp.arange(7.0), params)
@@ -411,6 +422,6 @@ def test_every_candidate_satisfies_equations_9_and_10(num_layers, points, parent
 )
 def test_mistakes_are_named(changes, named):
     with pytest.raises(UserError) as error:
-        GeneticSettings(**{"num_layers": 32, **changes})
+        paper_ga(**changes)
     message = str(error.value)
     assert "\n" not in message and all(name in message for name in named), message

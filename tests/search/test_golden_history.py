@@ -17,7 +17,7 @@ import pytest
 
 from lpes_jax.models.llama import load
 from lpes_jax.search.loop import search
-from lpes_jax.search.settings import SearchSettings
+from lpes_jax.settings.search import SearchSettings
 from lpes_jax.store.files import write_json
 from lpes_jax.tasks.flags import task_of
 
@@ -45,9 +45,9 @@ def histories(folder: Path) -> dict[str, list[dict]]:
     """The lines of each run's history, without seconds and without what follows from the rest."""
     loaded, found = load("tiny-retriever", "float32"), {}
     for name, changes in RUNS.items():
-        settings = SearchSettings(**SMALL | changes, output_path=folder / name)
-        search(settings, loaded.model, loaded.tokenizer, [task_of(settings)], loaded.identity)
-        lines = (settings.output_path / "history.jsonl").read_text().splitlines()
+        settings = SearchSettings.of(**SMALL | changes, output_path=folder / name)
+        search(settings, loaded.model, loaded.tokenizer, [task_of(settings.task)], loaded.identity)
+        lines = (settings.run.output_path / "history.jsonl").read_text().splitlines()
         kept = (*EXACT, *CLOSE, "control_points")
         found[name] = [{key: line[key] for key in kept if key in line} for line in map(json.loads, lines)]
     return found

@@ -18,12 +18,13 @@ from lpes_jax.factors import LayerFactors
 from lpes_jax.models.llama import Llama
 from lpes_jax.rope import RopeTable
 from lpes_jax.search.algorithms import between_families, box_parameters, factors_applied
-from lpes_jax.search.gradient import GradientSettings, answer_loss, descend, initial_state, text_loss
+from lpes_jax.search.gradient import answer_loss, descend, initial_state, text_loss
 from lpes_jax.search.loop import SearchResult, search
 from lpes_jax.search.minibatches import Data, pack, prompts_of_a_tree, shared_trees
 from lpes_jax.search.plain_text import text_windows
-from lpes_jax.search.settings import SearchSettings, check, genetic_settings, preset, search_space
+from lpes_jax.search.settings import check, lattice_of, search_space
 from lpes_jax.search.space import Space
+from lpes_jax.settings.search import GradientSettings, SearchSettings, TextSettings, preset
 from lpes_jax.store.run_folder import RunFolder
 from lpes_jax.tasks.flags import tasks_of
 from lpes_jax.tasks.prompts import EncodedPrompt
@@ -57,8 +58,8 @@ def prompts_of(seed: int, count: int = 6) -> list[EncodedPrompt]:
 def run(settings: SearchSettings, model: Llama, tokenizer) -> tuple[list[dict], SearchResult]:
     check(settings)
     identity = {"name": "tiny", "num_layers": 3, "sha256": "0"}
-    result = search(settings, model, tokenizer, tasks_of(settings), identity)
-    lines = (settings.output_path / "history.jsonl").read_text().splitlines()
+    result = search(settings, model, tokenizer, tasks_of(settings.task), identity)
+    lines = (settings.run.output_path / "history.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in lines], result
 
 
@@ -73,11 +74,11 @@ def run(settings: SearchSettings, model: Llama, tokenizer) -> tuple[list[dict], 
     ],
 )
 def test_gradient_equals_finite_differences_in_float64(tiny_model, tiny_config, curve, changes):
-    settings = SearchSettings(curve=curve, **changes)
+    settings = SearchSettings.of(curve=curve, **changes)
     space = search_space(settings, tiny_config, range(3))
     with jax.enable_x64(True):
         model = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), tiny_model)
-        parameters, _, values = box_parameters(settings, space)
+        parameters, _, values = box_parameters(settings.gradient, space)
         rng = np.random.default_rng(0)
         # Away from the start, where x of the Bézier points would be even and all factors one number.
         parameters = {name: jnp.asarray(value + 0.2 * rng.uniform(-1, 1, value.shape)) for name, value in parameters.items()}
@@ -117,9 +118,9 @@ def test_gradient_equals_finite_differences_in_float64(tiny_model, tiny_config, 
 @pytest.fixture(scope="module")
 def pieces(tiny_model, tiny_config):
     """A descent on random prompts: data, parameters, and what applies them."""
-    settings = SearchSettings(curve="free", min_factor=0.9, max_factor=1.2)
+    settings = SearchSettings.of(curve="free", min_factor=0.9, max_factor=1.2)
     space = search_space(settings, tiny_config, range(3))
-    parameters, project, values = box_parameters(settings, space)
+    parameters, project, values = box_parameters(settings.gradient, space)
     train, held_back = (Data([pack(prompts_of(seed), [0.2, 0.3, 0.5] * 2)]) for seed in (2, 3))
     return tiny_model, train, held_back, parameters, factors_applied(space, values, tiny_config.rope_table(64)), project
 
@@ -148,11 +149,11 @@ def test_patience_ends_early_and_a_resumed_descent_is_the_uninterrupted_one(piec
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        descend(model, train, held_back, parameters, apply, settings, project=project, on_look=stop)
+        descend(model, train, held_back, parameters, apply, settings, TextSettings(), project=project, on_look=stop)
     rest, resumed_best = looks_of(pieces, settings, resume=states[-1])
     assert [look.step for look in rest] == [6, 8]
     assert [look.loss for look in rest] == [look.loss for look in whole[3:]] and resumed_best.loss == best.loss
-    stuck, _ = looks_of(pieces, replace(settings, learning_rate=1e-12, patience=1))
+    stuck, _ = looks_of(pieces, settings.replace(learning_rate=1e-12, patience=1))
     assert [look.step for look in stuck] == [0, 2]
     like = initial_state(parameters, 1)  # the structure in which a state is read again
     assert all(jax.tree.structure(state) == jax.tree.structure(like) for state in states) and math.isnan(like.best.loss)
@@ -214,7 +215,7 @@ def test_loss_and_gradient_of_shared_prompts_are_those_of_prompts_alone(tiny_mod
 
 def test_search_with_shared_prompts_holds_whole_haystacks_back(guesser, tokenizer, tmp_path):
     changes = {"num_pairs": 6, "key_length": 4, "limit": 7, "queries_per_haystack": 3, "minibatch_size": 12, "test_limit": 1}
-    settings = SearchSettings(**SMALL | changes | {"steps": 1, "uniform_candidates": 1}, output_path=tmp_path / "run")
+    settings = SearchSettings.of(**SMALL | changes | {"steps": 1, "uniform_candidates": 1}, output_path=tmp_path / "run")
     history, result = run(settings, guesser, tokenizer)
     # Questions of haystacks of 3, 3 and 1, with 3 prompts each: 2 would be held back, but one of them is of the second.
     sizes = {name: result.factors.search[name] for name in ("prompts_a_step", "trees_a_step", "prompts_a_look")}
@@ -226,8 +227,9 @@ def test_text_term_penalty_and_gate(pieces):
     model, train, held_back, parameters, apply, project = pieces
     text = jnp.asarray(np.random.default_rng(0).integers(1, 250, (4, 40)), jnp.int32)
     with_text = (model, Data(train.tasks, text), Data(held_back.tasks, text), parameters, apply, project)
-    settings = GradientSettings(**SIZES, steps=4, look_every=2, text_weight=2.0, text_minibatch=2, max_text_loss_rise=0.0)
-    looks, best = looks_of(with_text, settings, penalty=lambda p: 0.5 * jnp.square(p["y"] - 1).mean())
+    settings = GradientSettings(**SIZES, steps=4, look_every=2)
+    of_text = TextSettings(text_weight=2.0, text_minibatch=2, max_text_loss_rise=0.0)
+    looks, best = looks_of(with_text, settings, of_text, penalty=lambda p: 0.5 * jnp.square(p["y"] - 1).mean())
     plain = float(text_loss(model, text, apply(model, parameters)[1]))
     assert looks[0].text_loss == pytest.approx(plain, rel=1e-5)
     for look in looks:
@@ -253,7 +255,7 @@ def test_a_loss_that_is_not_finite_is_an_error(pieces):
 def test_search_by_gradient_with_bands_text_and_two_lengths(guesser, tokenizer, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 40, encoding="utf-8")
-    settings = SearchSettings(
+    settings = SearchSettings.of(
         **SMALL | {"num_pairs": (2, 3)}, granularity="layer_band", bands=4, text=text, text_weight=0.5, text_window=64,
         text_minibatch=2, search_positions=(0, 25, 50, 100), weights=(0.25,) * 4, output_path=tmp_path / "run",
     )  # fmt: skip
@@ -272,7 +274,7 @@ def test_killed_gradient_search_resumes_to_the_same_history(guesser, tokenizer, 
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     states, save = [], RunFolder.save_state
     monkeypatch.setattr(RunFolder, "save_state", lambda folder, state: (states.append(state), save(folder, state)))
-    history, _ = run(SearchSettings(**SMALL, output_path=whole), guesser, tokenizer)
+    history, _ = run(SearchSettings.of(**SMALL, output_path=whole), guesser, tokenizer)
     steps = {state.step: state for state in states}
     # The newest state cut in two, with the line behind it; then a state whose line was lost: the one before is gone on from.
     for damage in ("state", "line"):
@@ -290,7 +292,7 @@ def test_killed_gradient_search_resumes_to_the_same_history(guesser, tokenizer, 
         with (cut / "history.jsonl").open("a") as file:
             file.write('{"id": 3, "st')
         before = len(states)
-        resumed, _ = run(SearchSettings(**SMALL, output_path=cut, resume=True), guesser, tokenizer)
+        resumed, _ = run(SearchSettings.of(**SMALL, output_path=cut, resume=True), guesser, tokenizer)
         assert resumed == history and [state.step for state in states[before:]] == [4]
         shutil.rmtree(cut)
 
@@ -300,7 +302,7 @@ def test_spaces_start_from_factors_found_before(tiny_config, tmp_path):
     LayerFactors(np.array([0.8, 1.25, 1.5]), curve={"type": "bezier", "control_points": points}).save(tmp_path / "found.json")
 
     def space(**changes) -> Space:
-        settings = SearchSettings(**{"curve": "free", "initial_factors": tmp_path / "found.json"} | changes)
+        settings = SearchSettings.of(**{"curve": "free", "initial_factors": tmp_path / "found.json"} | changes)
         return search_space(settings, tiny_config, range(changes.pop("first", 0), 3))
 
     assert space().y.tolist() == [0.8, 1.25, 1.5]
@@ -308,8 +310,8 @@ def test_spaces_start_from_factors_found_before(tiny_config, tmp_path):
     assert space(granularity="layer_band", bands=2).y.tolist() == [[0.8, 0.8], [1.25, 1.25], [1.5, 1.5]]
     bezier = space(curve="bezier", control_points=3)
     assert np.stack([bezier.x, bezier.y], axis=1).tolist() == points
-    settings = SearchSettings(curve="bezier", control_points=3, initial_factors=tmp_path / "found.json")
-    assert genetic_settings(settings, bezier).initial_genes.tolist() == [[0, 6], [1, 16], [2, 20]]  # 0.5 + 0.05 k
+    settings = SearchSettings.of(curve="bezier", control_points=3, initial_factors=tmp_path / "found.json")
+    assert lattice_of(settings, bezier).initial_genes.tolist() == [[0, 6], [1, 16], [2, 20]]  # 0.5 + 0.05 k
     for changes in ({"control_points": 2}, {"curve": "linear", "control_points": 3}):
         with pytest.raises(UserError, match="found.json: holds no .* control points"):
             space(**{"curve": "bezier"} | changes)
@@ -317,7 +319,7 @@ def test_spaces_start_from_factors_found_before(tiny_config, tmp_path):
 
 def test_spaces_give_factors_of_their_granularity(tiny_config):
     def space(**changes) -> Space:
-        return search_space(SearchSettings(**changes), tiny_config, range(1, 3))
+        return search_space(SearchSettings.of(**changes), tiny_config, range(1, 3))
 
     for granularity, units in (("layer_band", (2,)), ("layer_group", (2,)), ("layer_group_band", (2, 2))):
         fine = space(curve="free", granularity=granularity, bands=2)
@@ -329,14 +331,14 @@ def test_spaces_give_factors_of_their_granularity(tiny_config):
     shared = space(curve="shared")
     assert shared.granularity == "layer_band"
     assert shared.factors(shared.x, np.array([1.0, 2.0, 3.0, 4.0], np.float32)).tolist() == [[1] * 4, *[[1, 2, 3, 4]] * 2]
-    wide = search_space(SearchSettings(curve="bezier", control_points=4), replace(tiny_config, num_layers=10), range(10))
+    wide = search_space(SearchSettings.of(curve="bezier", control_points=4), replace(tiny_config, num_layers=10), range(10))
     moved = np.asarray(wide.in_order(jnp.array([3.0, 8.0, 2.0, 1.0])))
     assert moved[0] == 0 and moved[-1] == 9 and (np.diff(moved) > 0.049).all() and moved[1] == 8
 
 
 @pytest.mark.parametrize("algorithm", ["ga", "cma_es"])
 def test_a_budget_of_evaluations_is_kept_to_the_evaluation(guesser, tokenizer, tmp_path, algorithm):
-    settings = SearchSettings(
+    settings = SearchSettings.of(
         **SMALL | {"algorithm": algorithm, "population_size": 6, "parents": 3, "mutations": 4, "crossovers": 1},
         max_evaluations=17, output_path=tmp_path / "run",
     )  # fmt: skip
@@ -364,14 +366,15 @@ def test_text_windows_of_a_file_and_of_the_model(guesser, tokenizer, tmp_path):
 
 def test_paper_preset_of_the_gradient_is_appendix_c():
     settings = preset("paper", algorithm="gradient")
-    assert (settings.limit, settings.minibatch_size, settings.learning_rate, settings.steps) == (
+    gradient, objective = settings.gradient, settings.objective
+    assert (settings.questions.limit, gradient.minibatch_size, gradient.learning_rate, gradient.steps) == (
         2000,
         32,
         1e-5,
         30 * 2000 // 32,
     )
-    assert (settings.weights_in, settings.weights, settings.initial_factor) == ("sampling", (0.2, 0.3, 0.5), 1.5)
-    assert preset("paper").limit == 200
+    assert (gradient.weights_in, objective.weights, settings.space.initial_factor) == ("sampling", (0.2, 0.3, 0.5), 1.5)
+    assert preset("paper").questions.limit == 200
 
 
 @pytest.mark.parametrize(
@@ -398,6 +401,6 @@ def test_paper_preset_of_the_gradient_is_appendix_c():
 )
 def test_mistakes_are_one_line(guesser, tokenizer, tmp_path, changes, message):
     with pytest.raises(UserError) as error:
-        run(SearchSettings(**SMALL | changes, output_path=tmp_path / "run"), guesser, tokenizer)
+        run(SearchSettings.of(**SMALL | changes, output_path=tmp_path / "run"), guesser, tokenizer)
     assert message in str(error.value) and "\n" not in str(error.value)
     assert not (tmp_path / "run/history.jsonl").exists() or not (tmp_path / "run/history.jsonl").read_text()

@@ -1,6 +1,6 @@
 """Whole searches on a tiny model: what the history says is checked line by line against the paper's rules, in NumPy.
 
-The 512 individuals of the paper's preset are scored by a formula; the smaller searches are scored by the model.
+Individuals are scored by a formula where the search is what is tested, and by the model elsewhere.
 """
 
 import json
@@ -23,9 +23,10 @@ from lpes_jax.models.llama import Llama, LlamaConfig
 from lpes_jax.scoring import Scorer, Scores
 from lpes_jax.search import loop
 from lpes_jax.search.fitness import make_scorer, tie_break_scale
-from lpes_jax.search.genetic import GeneticSettings, PaperGA
+from lpes_jax.search.genetic import PaperGA
 from lpes_jax.search.loop import search
-from lpes_jax.search.settings import SearchSettings, genetic_settings, preset, scaled_layers, search_space
+from lpes_jax.search.settings import lattice_of, scaled_layers, search_space
+from lpes_jax.settings.search import SearchSettings, preset
 from lpes_jax.store.run_folder import RunFolder
 from lpes_jax.tasks.flags import task_of
 
@@ -36,9 +37,9 @@ TINY = {"num_pairs": 3, "key_length": 1, "limit": 3, "test_limit": 2, "uniform_c
 
 def run(settings: SearchSettings, model: Llama, tokenizer: PreTrainedTokenizerFast) -> tuple[list[dict], dict]:
     """The history and config of a search, and what it returned in the last line's place."""
-    task = task_of(settings)
+    task = task_of(settings.task)
     result = search(settings, model, tokenizer, [task], IDENTITY)
-    return history_of(settings.output_path), {"result": result}
+    return history_of(settings.run.output_path), {"result": result}
 
 
 def history_of(folder: Path) -> list[dict]:
@@ -85,27 +86,32 @@ def scored_as(kind: type[Scorer], **attributes: object) -> Callable[..., Scorer]
     return make
 
 
+def run_by_formula(settings: SearchSettings, model: Llama, tokenizer: PreTrainedTokenizerFast) -> tuple[list[dict], dict]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "make_scorer", scored_as(Analytic))
+        return run(settings, model, tokenizer)
+
+
 @pytest.fixture(scope="module")
 def paper_run(tmp_path_factory, guesser, tokenizer) -> tuple[SearchSettings, list[dict], dict]:
     # Three layers hold three control points on the paper's lattice; everything else is the preset.
     settings = preset("paper", **TINY, control_points=3, output_path=tmp_path_factory.mktemp("paper") / "run")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "make_scorer", scored_as(Analytic))
-        return settings, *run(settings, guesser, tokenizer)
+    return settings, *run_by_formula(settings, guesser, tokenizer)
 
 
-def ga_of(settings: SearchSettings, config: LlamaConfig) -> GeneticSettings:
-    return genetic_settings(settings, search_space(settings, config, range(config.num_layers)))
+def ga_of(settings: SearchSettings, config: LlamaConfig) -> PaperGA:
+    return PaperGA(lattice_of(settings, search_space(settings, config, range(config.num_layers))), settings.ga)
 
 
 def test_the_paper_preset_is_tables_9_and_12(paper_run, tiny_config):
     settings, _, _ = paper_run
-    ga = ga_of(preset("paper"), replace(tiny_config, num_layers=32))
+    paper = ga_of(preset("paper"), replace(tiny_config, num_layers=32))
+    ga, space = paper.settings, paper.lattice.space
     assert (ga.population_size, ga.parents, ga.mutations, ga.crossovers, ga.crossover_tries) == (32, 12, 16, 4, 4)
-    assert (ga.max_change_x, ga.max_change_y, ga.x_step, ga.y_step, ga.min_factor, ga.max_factor) == (2, 0.2, 1, 0.1, 1, 2)
-    assert ga.control_points == 4 and ga.initial_factor == 1.5
-    assert (settings.generations, settings.weights, settings.tie_break) == (20, (0.2, 0.3, 0.5), False)
-    assert (preset("paper").limit, preset("paper").test_limit) == (200, 500)
+    assert (*paper.max_changes, space.x_step, space.y_step, space.min_factor, space.max_factor) == (2, 0.2, 1, 0.1, 1, 2)
+    assert paper.lattice.control_points == 4 and space.initial_factor == 1.5
+    assert (settings.ga.generations, settings.objective.weights, settings.objective.tie_break) == (20, (0.2, 0.3, 0.5), False)
+    assert (preset("paper").questions.limit, preset("paper").questions.test_limit) == (200, 500)
 
 
 def test_history_counts(paper_run):
@@ -188,8 +194,8 @@ def test_parents_are_the_fittest_of_the_generations_before(paper_run):
 
 def test_candidates_come_from_evosax_ask(paper_run, tiny_config):
     settings, history, _ = paper_run
-    ga = PaperGA(ga_of(settings, tiny_config))
-    key, params = jax.random.key(settings.seed), ga.default_params
+    ga = ga_of(settings, tiny_config)
+    key, params = jax.random.key(settings.run.seed), ga.default_params
     fitness = jnp.array([-line["fitness"] for line in history], jnp.float32)
     genes, _ = ga.initial_population(jax.random.fold_in(key, 0), params)
     assert ga.recorded_points(genes).tolist() == [line["control_points"] for line in history[:32]]
@@ -210,23 +216,26 @@ SMALL = TINY | {"population_size": 5, "parents": 3, "mutations": 3, "crossovers"
 @pytest.fixture(scope="module")
 def small_run(tmp_path_factory, guesser, tokenizer) -> tuple[SearchSettings, str]:
     settings = preset("default", **SMALL, output_path=tmp_path_factory.mktemp("small") / "run")
-    run(settings, guesser, tokenizer)
-    return settings, (settings.output_path / "history.jsonl").read_text()
+    run_by_formula(settings, guesser, tokenizer)
+    return settings, (settings.run.output_path / "history.jsonl").read_text()
 
 
 def test_the_same_seed_gives_the_same_history_and_another_does_not(small_run, tmp_path, guesser, tokenizer):
     settings, history = small_run
-    run(replace(settings, output_path=tmp_path / "again"), guesser, tokenizer)
+    run_by_formula(settings.replace(output_path=tmp_path / "again"), guesser, tokenizer)
     assert (tmp_path / "again" / "history.jsonl").read_text() == history
-    run(replace(settings, seed=1, output_path=tmp_path / "other"), guesser, tokenizer)
+    run_by_formula(settings.replace(seed=1, output_path=tmp_path / "other"), guesser, tokenizer)
     assert (tmp_path / "other" / "history.jsonl").read_text() != history
 
 
-def test_batch_size_and_chunk_change_no_individual_and_no_verdict(small_run, tmp_path, guesser, tokenizer):
-    settings, history = small_run
-    changed = replace(settings, batch_size=2, population_chunk=2, output_path=tmp_path / "run")
+def test_batch_size_and_chunk_change_no_individual_and_no_verdict(tmp_path, guesser, tokenizer):
+    settings = preset("default", **SMALL, output_path=tmp_path / "a")
+    history, _ = run(settings, guesser, tokenizer)
+    changed = settings.replace(batch_size=2, population_chunk=2, output_path=tmp_path / "b")
     lines, _ = run(changed, guesser, tokenizer)
-    assert_same_history(lines, [json.loads(line) for line in history.splitlines()])
+    assert_same_history(lines, history)
+    again, _ = run(settings.replace(output_path=tmp_path / "c"), guesser, tokenizer)
+    assert again == history  # to the last digit, where the programs are the same
 
 
 def assert_same_history(ours: list[dict], theirs: list[dict]) -> None:
@@ -252,12 +261,12 @@ def test_a_cut_off_run_resumes_to_the_same_files(small_run, tmp_path, guesser, t
     original, history = small_run
     folder = tmp_path / "run"
     folder.mkdir()
-    (folder / "config.json").write_text(config or (original.output_path / "config.json").read_text())
+    (folder / "config.json").write_text(config or (original.run.output_path / "config.json").read_text())
     (folder / "history.jsonl").write_bytes("".join(history.splitlines(keepends=True)[:kept_lines]).encode() + torn)
-    sweep = (original.output_path / "uniform.json").read_text()
+    sweep = (original.run.output_path / "uniform.json").read_text()
     if uniform is not None:
         (folder / "uniform.json").write_text(sweep if uniform == "whole" else uniform)
-    _, extra = run(replace(original, output_path=folder, resume=True), guesser, tokenizer)
+    _, extra = run_by_formula(original.replace(output_path=folder, resume=True), guesser, tokenizer)
     assert (folder / "history.jsonl").read_text() == history and (folder / "uniform.json").read_text() == sweep
     scored = sum(not json.loads(line)["cached"] for line in history.splitlines()) + json.loads(sweep)["evaluations"]
     assert extra["result"].factors.search["evaluations"] == scored
@@ -266,31 +275,31 @@ def test_a_cut_off_run_resumes_to_the_same_files(small_run, tmp_path, guesser, t
 def test_a_resumed_run_must_be_the_same_run(small_run, guesser, tokenizer):
     settings, history = small_run
     with pytest.raises(UserError, match=r"was run with --seed 0 \(now 3\)"):
-        run(replace(settings, seed=3, resume=True), guesser, tokenizer)
+        run(settings.replace(seed=3, resume=True), guesser, tokenizer)
     with pytest.raises(UserError, match=r"model.sha256 '0' \(now '1'\)"):
-        search(replace(settings, resume=True), guesser, tokenizer, [task_of(settings)], IDENTITY | {"sha256": "1"})
-    with RunFolder(settings.output_path, read_json(settings.output_path / "config.json"), resume=True):
+        search(settings.replace(resume=True), guesser, tokenizer, [task_of(settings.task)], IDENTITY | {"sha256": "1"})
+    with RunFolder(settings.run.output_path, read_json(settings.run.output_path / "config.json"), resume=True):
         with pytest.raises(UserError, match="another process is working in this folder"):
-            run(replace(settings, resume=True), guesser, tokenizer)
+            run(settings.replace(resume=True), guesser, tokenizer)
     with pytest.raises(UserError, match="--resume"):
         run(settings, guesser, tokenizer)
-    assert (settings.output_path / "history.jsonl").read_text() == history
+    assert (settings.run.output_path / "history.jsonl").read_text() == history
 
 
 def test_other_questions_in_the_same_file_are_refused(tmp_path, guesser, tokenizer):
     settings = preset("default", **SMALL | {"generations": 0}, data=tmp_path / "kv.jsonl", output_path=tmp_path / "run")
     pairs = [[[f"{n}{letter}", letter] for letter in "123"] for n in range(40)]
     rows = [{"ordered_kv_records": of_row, "key": of_row[1][0], "value": of_row[1][1]} for of_row in pairs]
-    settings = replace(settings, key_length=None)
-    settings.data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run(settings, guesser, tokenizer)
-    moved = replace(settings, data=tmp_path / "moved.jsonl", resume=True)
-    settings.data.rename(moved.data)
-    history, _ = run(moved, guesser, tokenizer)  # the contents count, not the name
-    moved.data.write_text(moved.data.read_text().replace('"2"', '"4"'))
+    settings = settings.replace(key_length=None)
+    settings.task.data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run_by_formula(settings, guesser, tokenizer)
+    moved = settings.replace(data=tmp_path / "moved.jsonl", resume=True)
+    settings.task.data.rename(moved.task.data)
+    history, _ = run_by_formula(moved, guesser, tokenizer)  # the contents count, not the name
+    moved.task.data.write_text(moved.task.data.read_text().replace('"2"', '"4"'))
     with pytest.raises(UserError, match="--data with sha256 '.*questions with sha256 '"):
         run(moved, guesser, tokenizer)
-    assert history_of(settings.output_path) == history
+    assert history_of(settings.run.output_path) == history
 
 
 class BrokenAbove(Scorer):
@@ -362,7 +371,7 @@ def test_selection_is_the_weighted_accuracy_where_chosen_and_held_out(paper_run)
 def test_other_curves_search_too(tmp_path, guesser, tokenizer, curve):
     changes = SMALL | {"generations": 1, "control_points": None if curve == "free" else 3}
     settings = preset("default", **changes, curve=curve, output_path=tmp_path / "run")
-    history, _ = run(settings, guesser, tokenizer)
+    history, _ = run_by_formula(settings, guesser, tokenizer)
     if curve == "free":
         assert all(line["factors"] == pytest.approx([y for _, y in line["control_points"]]) for line in history)
     assert len({tuple(line["factors"]) for line in history}) > 1
@@ -371,7 +380,7 @@ def test_other_curves_search_too(tmp_path, guesser, tokenizer, curve):
 def test_the_curve_may_scale_some_layers_only(tmp_path, guesser, tokenizer):
     small = {"control_points": 2, "population_size": 6, "parents": 2, "mutations": 2, "crossovers": 0, "generations": 2}
     settings = preset("default", **TINY, **small, layers="1:", output_path=tmp_path / "run")
-    history, extra = run(settings, guesser, tokenizer)
+    history, extra = run_by_formula(settings, guesser, tokenizer)
     for line in history:  # a straight line of two points over layers 1 and 2
         assert line["factors"] == [1.0, *(y for _, y in np.array(line["control_points"]).round(7).tolist())]
     assert len({tuple(line["factors"]) for line in history}) > 3
@@ -380,18 +389,18 @@ def test_the_curve_may_scale_some_layers_only(tmp_path, guesser, tokenizer):
 
 @pytest.mark.parametrize(("layers", "wanted"), [(":", range(3)), ("1:", range(1, 3)), (":2", range(2)), ("1:3", range(1, 3))])
 def test_layers_are_a_slice(layers, wanted):
-    assert scaled_layers(SearchSettings(layers=layers), 3) == wanted
+    assert scaled_layers(SearchSettings.of(layers=layers), 3) == wanted
 
 
 @pytest.mark.parametrize("layers", ["", "2", "3:", "2:1", ":4", "-1:", "1:2:3", "a:b"])
 def test_layers_that_are_none_are_refused(layers):
     with pytest.raises(UserError, match="--layers"):
-        scaled_layers(SearchSettings(layers=layers), 3)
+        scaled_layers(SearchSettings.of(layers=layers), 3)
 
 
 def test_log_likelihood_can_be_the_fitness(tmp_path, guesser, tokenizer):
     settings = preset("default", **SMALL, fitness="log_likelihood", output_path=tmp_path / "run")
-    history, _ = run(settings, guesser, tokenizer)
+    history, _ = run_by_formula(settings, guesser, tokenizer)
     for line in history:
         likelihood = line["log_likelihood"]
         weighted = 0.2 * likelihood["0"] + 0.3 * likelihood["50"] + 0.5 * likelihood["100"]

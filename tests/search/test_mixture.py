@@ -19,8 +19,10 @@ from lpes_jax.search.algorithms import shortest_gold
 from lpes_jax.search.loop import SearchResult, search
 from lpes_jax.search.minibatches import by_length
 from lpes_jax.search.mixture import Mixture, mixture_of
-from lpes_jax.search.settings import SearchSettings, check, preset
-from lpes_jax.tasks.flags import TaskFlags, task_of, tasks_of, title_of
+from lpes_jax.search.settings import check
+from lpes_jax.settings.groups import TaskSettings
+from lpes_jax.settings.search import SearchSettings, preset
+from lpes_jax.tasks.flags import task_of, tasks_of, title_of
 from lpes_jax.tasks.key_value import KeyValue
 from lpes_jax.tasks.mdqa import MultiDocumentQA
 from lpes_jax.tasks.needle import Needle
@@ -61,7 +63,7 @@ RANDOM = '[[task]]\ntask = "mdqa"\ndata = "documents.jsonl"\ndistractors = "rand
 
 def test_a_file_gives_a_task_for_each_block_and_length(folder):
     text = f'{KV}[3, "4:6"]\nweight = 3\nlimit = 7\n{RANDOM}{ORACLE}test_limit = 2\n{MMLU}weight = 0.5\n'
-    mixture = mixture_of(TaskFlags(mixture=write(folder, text)), 10, 20)
+    mixture = mixture_of(TaskSettings(mixture=write(folder, text)), 10, 20)
     assert mixture is not None and mixture.titles == [
         "3 key-value pairs, key length 1",
         "4 to 6 key-value pairs, key length 1",
@@ -79,10 +81,12 @@ def test_a_file_gives_a_task_for_each_block_and_length(folder):
     # The same file under another folder is another task of the same name, told apart.
     (folder / "other").mkdir()
     (folder / "other" / "documents.jsonl").write_bytes((folder / "documents.jsonl").read_bytes())
-    twice = mixture_of(TaskFlags(mixture=write(folder, ORACLE + ORACLE.replace("documents.js", "other/documents.js"))), 10, 20)
+    twice = mixture_of(
+        TaskSettings(mixture=write(folder, ORACLE + ORACLE.replace("documents.js", "other/documents.js"))), 10, 20
+    )
     assert twice is not None
     assert twice.titles == ["mdqa of documents, mode oracle", "mdqa of documents, mode oracle #2"]
-    elsewhere = mixture_of(TaskFlags(mixture=write(folder / "other", MMLU), data_folder=folder), 10, 20)
+    elsewhere = mixture_of(TaskSettings(mixture=write(folder / "other", MMLU), data_folder=folder), 10, 20)
     assert elsewhere is not None and elsewhere.tasks[0].data == folder / "mmlu"
 
 
@@ -124,7 +128,7 @@ def test_a_file_gives_a_task_for_each_block_and_length(folder):
 def test_mistakes_in_a_file_are_one_line_with_block_and_key(folder, text, message):
     path = write(folder, text)
     with pytest.raises(UserError) as error:
-        mixture_of(TaskFlags(mixture=path), 10, 20)
+        mixture_of(TaskSettings(mixture=path), 10, 20)
     assert str(error.value).startswith(f"--mixture {path}") and message in str(error.value) and "\n" not in str(error.value)
 
 
@@ -143,7 +147,7 @@ def test_a_mixture_stands_alone_and_only_in_a_search(folder):
             "one --data cannot be that of mdqa and mmlu",
         ),
     ):
-        flags = replace(TaskFlags(mixture=path), **changes)
+        flags = replace(TaskSettings(mixture=path), **changes)
         with pytest.raises(UserError, match=message):
             mixture_of(flags, 10, 20)
     for changes, message in (
@@ -153,41 +157,44 @@ def test_a_mixture_stands_alone_and_only_in_a_search(folder):
         ({"task": "needle", "num_sentences": (3, 4)}, "give --num-sentences one number"),
     ):
         with pytest.raises(UserError, match=message):
-            task_of(TaskFlags(**changes))
+            task_of(TaskSettings(**changes))
     for changes in ({"race": True}, {"fitness": "metric"}):
         with pytest.raises(UserError, match="leave it out|use accuracy"):
-            check(SearchSettings(mixture=path, **changes))
+            check(SearchSettings.of(mixture=path, **changes))
     # What a preset says of its own task is no flag that was given.
-    assert preset("quick", mixture=path).num_pairs is None and preset("quick").num_pairs == 36
+    assert preset("quick", mixture=path).task.num_pairs is None and preset("quick").task.num_pairs == 36
 
 
 def test_names_of_several_tasks_take_each_their_own_flags(folder):
-    flags = TaskFlags(task=("kv", "needle", "mdqa"), num_pairs=(2, 3), num_sentences=4, data=folder / "documents.jsonl")
+    flags = TaskSettings(task=("kv", "needle", "mdqa"), num_pairs=(2, 3), num_sentences=4, data=folder / "documents.jsonl")
     mixture = mixture_of(flags, 10, 20)
     assert mixture is not None
     assert mixture.tasks == [
         KeyValue(2), KeyValue(3), Needle(4), MultiDocumentQA(folder / "documents.jsonl"),
     ]  # fmt: skip
-    assert mixture_of(TaskFlags(task=("kv",), num_pairs=2), 10, 20) is None
-    assert tasks_of(TaskFlags(task=("kv",), num_pairs=2)) == [KeyValue(2)]
+    assert mixture_of(TaskSettings(task=("kv",), num_pairs=2), 10, 20) is None
+    assert tasks_of(TaskSettings(task=("kv",), num_pairs=2)) == [KeyValue(2)]
 
 
 @pytest.mark.parametrize("name", ["kv", "needle", "mdqa"])
 def test_lengths_of_a_range_are_log_uniform_and_their_own(folder, name):
     given = {"kv": {"num_pairs": "4:15"}, "needle": {"num_sentences": "4:15"}}
     given["mdqa"] = {"num_documents": "2:6", "distractors": "random", "data": folder / "documents.jsonl"}
-    [task] = tasks_of(TaskFlags(task=name, **given[name]))
-    assert title_of(TaskFlags(task=name), task).split(" ")[:3] == [*("2" if name == "mdqa" else "4"), "to", str(task.num_items)]
+    [task] = tasks_of(TaskSettings(task=name, **given[name]))
+    assert title_of(TaskSettings(task=name), task).split(" ")[:3] == [
+        *("2" if name == "mdqa" else "4"),
+        "to",
+        str(task.num_items),
+    ]
     count = None if name == "mdqa" else 60
-    examples = task.examples("search", count, 3)
-    for example in examples[:10]:
+    examples, longest = task.examples("search", count, 3), task.longest.examples("search", count, 3)
+    for example, of_longest in zip(examples[:10], longest, strict=False):
         of_length = task.of(example.length)
         for position in (0, 50, 100):
             prompt = task.prompt(example, slot(position, task.num_items), position)
             own = of_length.prompt(example.example, slot(position, of_length.num_items), position)
             assert prompt == own and prompt.num_items == of_length.num_items
-            whole = task.longest.prompt(task.longest.examples("search", count, 3)[examples.index(example)], 0)
-            assert prompt.answers == whole.answers  # the question is that of the longest
+            assert prompt.answers == task.longest.prompt(of_longest, 0).answers  # the question is that of the longest
     if name != "mdqa":
         assert examples[:20] == task.examples("search", 20, 3) and examples != task.examples("search", 60, 4)
         lengths = Counter(it.length for it in task.examples("search", 2000, 0))
@@ -218,16 +225,16 @@ GRADIENT = {"algorithm": "gradient", "curve": "free", "steps": 4, "look_every": 
 
 def run(settings: SearchSettings, model: Llama, tokenizer) -> tuple[list[dict], SearchResult, Mixture]:
     check(settings)
-    mixture = mixture_of(settings, settings.limit, settings.test_limit)
+    mixture = mixture_of(settings.task, settings.questions.limit, settings.questions.test_limit)
     assert mixture is not None
     result = search(settings, model, tokenizer, mixture, IDENTITY)
-    lines = (settings.output_path / "history.jsonl").read_text().splitlines()
+    lines = (settings.run.output_path / "history.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in lines], result, mixture
 
 
 def test_gradient_search_on_a_mixture(folder, guesser, tokenizer, tmp_path):
     path = write(folder, f'{KV}[2, "3:6"]\nweight = 2\n{ORACLE}{MMLU}')
-    settings = SearchSettings(**SMALL, **GRADIENT, mixture=path, output_path=tmp_path / "run")
+    settings = SearchSettings.of(**SMALL, **GRADIENT, mixture=path, output_path=tmp_path / "run")
     history, result, mixture = run(settings, guesser, tokenizer)
     assert [line["step"] for line in history] == [0, 2, 4]
     # Of each task: nats an answer on the last question, by the weights of its positions, of the shortest gold.
@@ -239,7 +246,7 @@ def test_gradient_search_on_a_mixture(folder, guesser, tokenizer, tmp_path):
         encoded = encode(prompts, tokenizer, 512)
         taught = [replace(it, answers=[min(it.answers, key=len)]) for it in encoded[-len(places) :]]
         [likelihood] = Scorer(guesser, taught)(np.ones((1, 3), np.float32)).log_likelihood
-        losses.append(-float(np.dot(settings.weights if moved else (1.0,), likelihood)))
+        losses.append(-float(np.dot(settings.objective.weights if moved else (1.0,), likelihood)))
     assert history[0]["task_losses"] == pytest.approx(losses, rel=1e-4)
     for line in history:
         assert line["fitness"] == pytest.approx(-np.dot(mixture.weights, line["task_losses"]), rel=1e-5)
@@ -258,10 +265,10 @@ def test_gradient_search_on_a_mixture(folder, guesser, tokenizer, tmp_path):
         (tmp_path / "run" / name).unlink(missing_ok=True)
     lines = (tmp_path / "run/history.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "run/history.jsonl").write_text("".join(lines[:2]))
-    moved = replace(settings, mixture=tmp_path / "moved.toml", data_folder=folder, resume=True)
-    moved.mixture.write_text(path.read_text())
+    moved = settings.replace(mixture=tmp_path / "moved.toml", data_folder=folder, resume=True)
+    moved.task.mixture.write_text(path.read_text())
     assert run(moved, guesser, tokenizer)[0] == history
-    moved.mixture.write_text(path.read_text().replace("weight = 2", "weight = 3"))
+    moved.task.mixture.write_text(path.read_text().replace("weight = 2", "weight = 3"))
     with pytest.raises(UserError, match=r"--resume: .*mixture\.2 key-value pairs, key length 1\.weight 2\.0 \(now 3\.0\)"):
         run(moved, guesser, tokenizer)
 
@@ -270,12 +277,12 @@ def test_gradient_search_on_a_mixture(folder, guesser, tokenizer, tmp_path):
 def test_genetic_search_on_a_mixture(folder, guesser, tokenizer, tmp_path, fitness):
     path = write(folder, f"{KV}2\nweight = 3\n{MMLU}limit = 6\n{ORACLE}limit = 5\n")
     sizes = {"population_size": 4, "parents": 2, "mutations": 2, "crossovers": 1, "generations": 1, "control_points": 2}
-    settings = SearchSettings(**SMALL, **sizes, fitness=fitness, mixture=path, output_path=tmp_path / "run")
+    settings = SearchSettings.of(**SMALL, **sizes, fitness=fitness, mixture=path, output_path=tmp_path / "run")
     history, result, mixture = run(settings, guesser, tokenizer)
     assert len({line["fitness"] for line in history}) > 1
     for line in history:
         assert list(line["accuracy"]) == list(line["log_likelihood"]) == mixture.titles
-        weights = [settings.weights, (1.0,), (1.0,)]
+        weights = [settings.objective.weights, (1.0,), (1.0,)]
         if fitness == "accuracy":
             of_tasks = [np.dot(w, list(it.values())) for w, it in zip(weights, line["accuracy"].values(), strict=True)]
             assert 0 <= line["fitness"] - np.dot(mixture.weights, of_tasks) < 0.2 * 0.2 / 6
@@ -287,13 +294,13 @@ def test_genetic_search_on_a_mixture(folder, guesser, tokenizer, tmp_path, fitne
     (tmp_path / "run/results.json").unlink(missing_ok=True)
     lines = (tmp_path / "run/history.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "run/history.jsonl").write_text("".join(lines[:-2]))
-    assert run(replace(settings, resume=True), guesser, tokenizer)[0] == history
+    assert run(settings.replace(resume=True), guesser, tokenizer)[0] == history
 
 
 def test_every_task_has_its_own_results(folder, model_folder, tmp_path):
-    path = write(folder, f"{KV}2\n{RANDOM}{ORACLE}")
+    path = write(folder, f"{KV}2\n{ORACLE}")
     changes = GRADIENT | {"steps": 2}
-    settings = SearchSettings(**SMALL, **changes, model=str(model_folder), mixture=path, output_path=tmp_path / "run")
+    settings = SearchSettings.of(**SMALL, **changes, model=str(model_folder), mixture=path, output_path=tmp_path / "run")
     result = run_search(settings)
     titles = [report.title for report in result.reports]
     results = read_json(tmp_path / "run/results.json")
@@ -310,4 +317,4 @@ def test_every_task_has_its_own_results(folder, model_folder, tmp_path):
         assert f"{title}\n" in text and text.count(title) == 2 and page.count(title) >= 3
         assert math.isfinite(results["selection"]["tasks"][title]["loss"])
     assert "\nf1\n" in text and "--mixture" in page
-    assert len(list((tmp_path / "run").glob("positions_*.svg"))) == 3
+    assert len(list((tmp_path / "run").glob("positions_*.svg"))) == 2

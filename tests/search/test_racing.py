@@ -1,7 +1,6 @@
 """Races: on tables of scores, where the answer is known, and in whole searches on a tiny model."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +11,8 @@ from lpes_jax.search import loop, racing
 from lpes_jax.search.fitness import make_scorer
 from lpes_jax.search.loop import search
 from lpes_jax.search.racing import Bar, StagedScorer, eighths, estimates, hopeless, race, units_of
-from lpes_jax.search.settings import SearchSettings, check, preset
+from lpes_jax.search.settings import check
+from lpes_jax.settings.search import SearchSettings, preset
 from lpes_jax.tasks.flags import task_of
 
 BOUNDS = [0, 25, 50, 100, 200]
@@ -134,13 +134,13 @@ def run(guesser, tokenizer, monkeypatch):
     """Searches on the landscape: the history, and what factors.json has of the search."""
 
     def landscape(settings: SearchSettings, *_: object) -> StagedScorer | Scorer:
-        parts = eighths([[[question] for question in range(60)]], settings.seed)
-        return StagedScorer(Landscape, parts, 3) if settings.race else Landscape(list(range(PROMPTS)))
+        parts = eighths([[[question] for question in range(60)]], settings.run.seed)
+        return StagedScorer(Landscape, parts, 3) if settings.ga.race else Landscape(list(range(PROMPTS)))
 
     def run(settings: SearchSettings) -> tuple[list[dict], dict]:
         Landscape.asked = 0
-        result = search(settings, guesser, tokenizer, [task_of(settings)], IDENTITY)
-        lines = (settings.output_path / "history.jsonl").read_text().splitlines()
+        result = search(settings, guesser, tokenizer, [task_of(settings.task)], IDENTITY)
+        lines = (settings.run.output_path / "history.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines], result.factors.search
 
     monkeypatch.setattr(loop, "make_scorer", landscape)
@@ -153,7 +153,7 @@ def test_a_race_changes_nothing_but_the_lines_of_those_it_drops_and_is_resumed(t
     settings = preset("default", **TINY, fitness=fitness, output_path=tmp_path / "whole")
     whole, of_whole = run(settings)
     assert of_whole["prompts_scored"] == Landscape.asked == PROMPTS * of_whole["evaluations"]
-    settings = replace(settings, race=True, output_path=tmp_path / "raced")
+    settings = settings.replace(race=True, output_path=tmp_path / "raced")
     lines, of_race = run(settings)
     dropped = [line for line in lines if "raced" in line]
     assert {7 / 60, 0.25} < {line["raced"] for line in dropped} <= {7 / 60, 0.25, 0.5}
@@ -167,13 +167,16 @@ def test_a_race_changes_nothing_but_the_lines_of_those_it_drops_and_is_resumed(t
     assert of_race["best_individual"] == of_whole["best_individual"] and of_race["evaluations"] == of_whole["evaluations"]
     assert of_race["prompts_scored"] == Landscape.asked < 0.8 * of_whole["prompts_scored"]
     # A run that was cut off within a generation goes on to the same files, whatever is scored at once.
-    history, sweep = (settings.output_path / "history.jsonl").read_text(), (settings.output_path / "uniform.json").read_text()
-    (settings.output_path / "history.jsonl").write_text("".join(history.splitlines(keepends=True)[:40]))
+    history, sweep = (
+        (settings.run.output_path / "history.jsonl").read_text(),
+        (settings.run.output_path / "uniform.json").read_text(),
+    )
+    (settings.run.output_path / "history.jsonl").write_text("".join(history.splitlines(keepends=True)[:40]))
     monkeypatch.setattr(Landscape, "individuals_at_once", 8)
-    _, of_again = run(replace(settings, resume=True))
+    _, of_again = run(settings.replace(resume=True))
     assert of_again["prompts_scored"] == of_race["prompts_scored"]
-    assert (settings.output_path / "history.jsonl").read_text() == history
-    assert (settings.output_path / "uniform.json").read_text() == sweep and "values" not in sweep
+    assert (settings.run.output_path / "history.jsonl").read_text() == history
+    assert (settings.run.output_path / "uniform.json").read_text() == sweep and "values" not in sweep
 
 
 @pytest.mark.promotes
@@ -193,11 +196,11 @@ def test_other_algorithms_end_with_an_individual_that_was_scored_whole(tmp_path,
 
 def test_eighths_are_scored_as_the_whole(guesser, tokenizer):
     settings = preset("default", **TINY | {"limit": 12})
-    task = task_of(settings)
+    task = task_of(settings.task)
     prompts = [task.prompt(example, slot) for example in task.examples("search", 12, 0) for slot in (0, 0, 1)]
     factors = np.array([[1.0, 1.2, 0.9]], np.float32)
     whole, staged = (
-        make_scorer(replace(settings, race=race), guesser, tokenizer, [task], [prompts], ()) for race in (False, True)
+        make_scorer(settings.replace(race=race), guesser, tokenizer, [task], [prompts], ()) for race in (False, True)
     )
     assert (whole.num_prompts, whole.answer_tokens.tolist()) == (staged.num_prompts, staged.answer_tokens.tolist())
     expected, scores = whole(factors), staged(factors)
@@ -210,7 +213,7 @@ def test_eighths_are_scored_as_the_whole(guesser, tokenizer):
 
 def test_too_few_haystacks_are_refused(guesser, tokenizer):
     settings = preset("default", race=True, num_pairs=4, key_length=2, queries_per_haystack=2)
-    task = task_of(settings)
+    task = task_of(settings.task)
     prompts = [task.prompt(example, slot) for example in task.examples("search", 20, 0) for slot in (0, 1, 3)]
     with pytest.raises(UserError, match="--race: 10 haystacks are too few"):
         make_scorer(settings, guesser, tokenizer, [task], [prompts], ())

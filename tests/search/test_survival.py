@@ -4,7 +4,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -15,19 +15,14 @@ KILLS = {"ga": 2, "cma_es": 3, "gradient": 3}
 
 
 @pytest.fixture(scope="module")
-def nursery(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    nursery = Nursery(model_folder, tmp_path_factory.mktemp("survival"))
-    yield nursery
-    nursery.process.communicate()
-
-
-@pytest.fixture(scope="module")
-def undisturbed(nursery: Nursery) -> Callable[[str], Path]:
+def undisturbed(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The folder of an algorithm's search that nothing disturbs."""
+
+    root = tmp_path_factory.mktemp("undisturbed")
 
     @cache
     def run(algorithm: str) -> Path:
-        folder = nursery.folder / algorithm
+        folder = root / algorithm
         assert nursery.search(folder, algorithm) == 0, log(folder)
         return folder
 

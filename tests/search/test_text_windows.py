@@ -1,7 +1,5 @@
 """Plain text in windows of several lengths: where they are cut, what a step has of each, and the gate by quarter."""
 
-from dataclasses import replace
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,10 +8,10 @@ from test_gradient import looks_of, prompts_of, run
 from lpes_jax.errors import UserError
 from lpes_jax.models.llama.method import of_table
 from lpes_jax.rope import RopeTable
-from lpes_jax.search.gradient import GradientSettings, initial_state, rises_within
+from lpes_jax.search.gradient import initial_state, rises_within
 from lpes_jax.search.minibatches import Data, draws, pack, windows_a_step
 from lpes_jax.search.plain_text import split_windows, text_windows
-from lpes_jax.search.settings import SearchSettings
+from lpes_jax.settings.search import GradientSettings, SearchSettings, TextSettings
 from lpes_jax.text_nll import token_nll
 
 pytestmark = pytest.mark.promotes
@@ -81,10 +79,9 @@ def test_losses_of_lengths_count_alike_and_the_gate_is_by_quarter(tiny_model):
         return [float(nll[:, at : at + 8].mean()) for at in range(0, 32, 8)]
 
     data = model, Data(train.tasks, texts), Data(held_back.tasks, texts), parameters, apply, lambda moved: moved
-    settings = GradientSettings(
-        minibatch_size=6, learning_rate=0.02, steps=6, look_every=1, text_minibatch=1, text_weight=0.5, max_text_loss_rise=0.0
-    )
-    looks, best = looks_of(data, settings)
+    settings = GradientSettings(minibatch_size=6, learning_rate=0.02, steps=6, look_every=1)
+    text = TextSettings(text_minibatch=1, text_weight=0.5, max_text_loss_rise=0.0)
+    looks, best = looks_of(data, settings, text)
     start = in_quarters(looks[0].parameters)
     for look in looks:
         quarters = in_quarters(look.parameters)
@@ -96,7 +93,7 @@ def test_losses_of_lengths_count_alike_and_the_gate_is_by_quarter(tiny_model):
         assert look.allowed == bool((rises <= 0).all()) and np.allclose(rises, np.subtract(quarters, start), atol=1e-4)
     assert best.allowed
     # As with one length, a bound that nothing reaches refuses nothing.
-    assert all(look.allowed for look in looks_of(data, replace(settings, max_text_loss_rise=9.0, steps=1))[0])
+    assert all(look.allowed for look in looks_of(data, settings.replace(steps=1), text.replace(max_text_loss_rise=9.0))[0])
     like = initial_state(parameters, 1, 2)
     assert len(like.first_text_quarters) == len(like.best.text_quarters) == 4 and len(like.best.text_losses) == 2
 
@@ -107,10 +104,11 @@ def test_a_better_text_on_the_whole_is_refused_for_one_worse_quarter():
     assert rises_within(0.0, first, first) and rises_within(0.0, [], [])
 
 
+@pytest.mark.long
 def test_a_search_with_text_at_two_lengths_resumes_to_the_same_history(guesser, tokenizer, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 60, encoding="utf-8")
-    settings = SearchSettings(
+    settings = SearchSettings.of(
         algorithm="gradient", curve="free", num_pairs="2:4", key_length=1, limit=8, test_limit=2, uniform_candidates=2,
         steps=3, look_every=1, minibatch_size=6, text=text, text_weight=0.5, text_window=(32, 96), text_minibatch=1,
         max_text_loss_rise=0.1, output_path=tmp_path / "run",
@@ -124,4 +122,4 @@ def test_a_search_with_text_at_two_lengths_resumes_to_the_same_history(guesser, 
         (tmp_path / "run" / name).unlink(missing_ok=True)
     lines = (tmp_path / "run/history.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "run/history.jsonl").write_text("".join(lines[:3]))  # the state of step 2 is the one before the last
-    assert run(replace(settings, resume=True), guesser, tokenizer)[0] == history
+    assert run(settings.replace(resume=True), guesser, tokenizer)[0] == history

@@ -16,6 +16,7 @@ from lpes_jax.api import logits
 from lpes_jax.errors import UserError
 from lpes_jax.factors import LayerFactors
 from lpes_jax.gains import fold_gains
+from lpes_jax.mark import GGUF_KEY, Mark
 from lpes_jax.models.llama.checkpoint import load_llama, open_checkpoint
 from lpes_jax.ship.gguf_patch import SCALES, patch_gguf
 
@@ -205,14 +206,14 @@ def test_metadata_and_divisors_are_added_behind_what_is_there(tmp_path, alignmen
     if alignment != 32:  # the package writes that key where it writes the padding
         writer_alignment(source, alignment)
     rates = np.array([[1, 1.5, 2, np.inf]] * 2)
-    rounding = patch_gguf(source, tmp_path / "out.gguf", LayerFactors(rates, "layer_band"), {"lpes.note": "é"})
+    rounding = patch_gguf(source, tmp_path / "out.gguf", LayerFactors(rates, "layer_band"))
     assert changed_tensors(source, tmp_path / "out.gguf") == {}
     new = gguf.GGUFReader(tmp_path / "out.gguf")
-    assert new.fields["lpes.note"].contents() == "é" and new.alignment == alignment
+    assert list(new.fields)[-1] == GGUF_KEY and new.alignment == alignment
     assert [tensor.name for tensor in new.tensors][-1] == "rope_freqs.weight"
     np.testing.assert_array_equal(new.tensors[-1].data, np.array([1, 1.5, 2, 1e14], np.float32))
     assert (tmp_path / "out.gguf").stat().st_size % alignment == 0
-    assert rounding.types == {} and rounding.lines() == ["rates: rope_freqs.weight, 4 divisors"]
+    assert rounding.types == {} and rounding.lines() == ["rates: in rope_freqs.weight"]
     own, ours = (open_checkpoint(path).config for path in (source, tmp_path / "out.gguf"))
     table = own.rope_table(1, LayerFactors(rates, "layer_band"))
     np.testing.assert_allclose(ours.rope_table(1).inv_freq, table.inv_freq, rtol=3e-7, atol=1e-13)
@@ -266,7 +267,8 @@ def test_divisors_that_are_there_are_multiplied(tmp_path):
 def test_one_factor_for_all_is_linear_scaling_elsewhere(tmp_path, architecture):
     source, target = write_model(tmp_path / "m.gguf", architecture), tmp_path / "out.gguf"
     factors = LayerFactors.uniform(0.9, 2)
-    assert patch_gguf(source, target, factors).rates == "rope.scaling.factor 0.899999976"
+    rounding = patch_gguf(source, target, factors)
+    assert rounding.rates == "rope.scaling.factor" and "ollama" in rounding.lines()[-1]
     assert changed_tensors(source, target) == {}
     own, ours = (open_checkpoint(path).config for path in (source, target))
     np.testing.assert_allclose(ours.rope_table(1).inv_freq, own.rope_table(1, factors).inv_freq, rtol=3e-7)
@@ -299,17 +301,26 @@ REFUSED = {
 def test_what_a_file_has_no_place_for_is_refused_in_a_line(tmp_path, model, factors, named):
     source = write_model(tmp_path / "m.gguf", **model)
     with pytest.raises(UserError, match=named) as error:
-        patch_gguf(source, tmp_path / "out.gguf", factors, where="F.json")
+        patch_gguf(source, tmp_path / "out.gguf", factors, "F.json")
     assert "\n" not in str(error.value)
     assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
 
 
-def test_a_key_that_is_there_is_refused(tmp_path):
-    source = write_model(tmp_path / "m.gguf")
-    patch_gguf(source, tmp_path / "out.gguf", gains(), {"lpes.note": "1"})
-    with pytest.raises(UserError, match="out.gguf: metadata key lpes.note is there already"):
-        patch_gguf(tmp_path / "out.gguf", tmp_path / "twice.gguf", gains(), {"lpes.note": "1"})
-    assert not (tmp_path / "twice.gguf").exists()
+def test_it_is_marked_and_takes_factors_once(tmp_path):
+    source, target = write_model(tmp_path / "m.gguf", "qwen2"), tmp_path / "out.gguf"
+    both = LayerFactors.uniform(2.0, 2)
+    for factors, places in (
+        (gains(), ("query weights", None)),
+        (both, (None, "rope.scaling.factor")),
+        (LayerFactors(ONES), (None, None)),
+    ):
+        patch_gguf(source, target, factors)
+        assert open_checkpoint(target).config.mark == Mark(factors.sha256, *places)
+        for again in (gains(), LayerFactors(ONES)):
+            with pytest.raises(UserError, match=f"F.json: the model holds factors of sha256 {factors.sha256[:8]}.*already"):
+                patch_gguf(target, tmp_path / "twice.gguf", again, "F.json")
+        assert not (tmp_path / "twice.gguf").exists()
+        target.unlink()
 
 
 def test_nothing_is_written_through_a_link_or_over_a_file(tmp_path):

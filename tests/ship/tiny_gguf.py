@@ -30,7 +30,9 @@ def random_blocks(kind: Kind, rows: int, width: int, seed: int = 0, smallest: fl
     return data.reshape(rows, -1)
 
 
-def tensors_of(architecture: str, layers: int = 2, queries: dict[str, Any] | None = None) -> dict[str, Any]:
+def tensors_of(
+    architecture: str, layers: int = 2, queries: dict[str, Any] | None = None, hidden: int = HIDDEN
+) -> dict[str, Any]:
     """Tensors by name: float arrays, or (uint8 data, type). `queries` replaces some of every layer, without `blk.0.`."""
     rng = np.random.default_rng(1)
 
@@ -41,20 +43,20 @@ def tensors_of(architecture: str, layers: int = 2, queries: dict[str, Any] | Non
         return rng.uniform(0.5, 1.5, size).astype(np.float32)
 
     rows, of_keys = HEADS * HEAD_DIM, GROUPS * HEAD_DIM
-    found: dict[str, Any] = {"token_embd.weight": weights(len(TOKENS), HIDDEN), "output_norm.weight": norm(HIDDEN)}
+    found: dict[str, Any] = {"token_embd.weight": weights(len(TOKENS), hidden), "output_norm.weight": norm(hidden)}
     for layer in range(layers):
-        of_layer: dict[str, Any] = {"attn_norm.weight": norm(HIDDEN), "ffn_norm.weight": norm(HIDDEN)}
+        of_layer: dict[str, Any] = {"attn_norm.weight": norm(hidden), "ffn_norm.weight": norm(hidden)}
         if architecture == "phi3":
-            of_layer |= {"attn_qkv.weight": weights(rows + 2 * of_keys, HIDDEN), "ffn_up.weight": weights(2 * MLP, HIDDEN)}
+            of_layer |= {"attn_qkv.weight": weights(rows + 2 * of_keys, hidden), "ffn_up.weight": weights(2 * MLP, hidden)}
         else:
             for name, height in (("q", rows), ("k", of_keys), ("v", of_keys)):
-                of_layer[f"attn_{name}.weight"] = weights(height, HIDDEN)
+                of_layer[f"attn_{name}.weight"] = weights(height, hidden)
                 if architecture == "qwen2":
                     of_layer[f"attn_{name}.bias"] = weights(height)
-            of_layer |= {"ffn_gate.weight": weights(MLP, HIDDEN), "ffn_up.weight": weights(MLP, HIDDEN)}
+            of_layer |= {"ffn_gate.weight": weights(MLP, hidden), "ffn_up.weight": weights(MLP, hidden)}
         if architecture == "qwen3":
             of_layer |= {"attn_q_norm.weight": norm(HEAD_DIM), "attn_k_norm.weight": norm(HEAD_DIM)}
-        of_layer |= {"attn_output.weight": weights(HIDDEN, rows), "ffn_down.weight": weights(HIDDEN, MLP)} | (queries or {})
+        of_layer |= {"attn_output.weight": weights(hidden, rows), "ffn_down.weight": weights(hidden, MLP)} | (queries or {})
         found |= {f"blk.{layer}.{name}": array for name, array in of_layer.items()}
     return found
 

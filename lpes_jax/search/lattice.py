@@ -1,4 +1,4 @@
-"""The settings of the paper's genetic algorithm, and the lattice that it searches: what is known without evosax.
+"""The lattice that the paper's genetic algorithm searches (Table 9): what is known without evosax.
 
 evosax asks JAX for its devices when it is imported, which must not be before several processes have met (lpes_jax.hosts).
 """
@@ -12,40 +12,23 @@ from jaxtyping import Float
 
 from lpes_jax.errors import UserError
 from lpes_jax.limits import check_bounds
-from lpes_jax.search.space import Learn, Parameter
+from lpes_jax.settings.search import GeneticSettings, SpaceSettings
 
 MAX_CODES = 65536  # values of one lattice axis: they are tabulated, and codes must be exact in float32
 
 
 @dataclass(frozen=True)
-class GeneticSettings:
-    """The search space (Table 9) and the sizes (Table 12), with the paper's values. Raises UserError where they clash.
+class Lattice:
+    """The values of control points, on a lattice or continuous. Raises UserError where settings clash.
 
     `num_layers` counts the scaled layers; `initial_points` (x, y) replace the first individual of Eq. 8. Factors are without
-    unit, x in layers. A step of 0 makes its axis continuous. Of `learn="both"` a control point is (x, factor, gain).
+    unit, x in layers. A step of 0 makes its axis continuous. With `--learn both` a control point is (x, factor, gain).
     """
 
     num_layers: int
     control_points: int = 4
-    population_size: int = 32
-    parents: int = 12
-    mutations: int = 16
-    crossovers: int = 4
-    crossover_tries: int = 4
-    max_change_x: float = 2.0
-    max_change_y: float = 0.2
-    min_factor: float = 1.0
-    max_factor: float = 2.0
-    initial_factor: float = 1.5
-    x_step: float = 1.0
-    y_step: float = 0.1
-    mutation_rate: float = 1.0
+    space: SpaceSettings = SpaceSettings()
     initial_points: tuple[tuple[float, ...], ...] | None = None
-    learn: Learn = "factors"
-    parameter: Parameter = "factor"
-    min_gain: float = 0.2
-    max_gain: float = 4.0
-    initial_gain: float = 1.0
 
     def __post_init__(self):
         check_bounds(self)
@@ -53,51 +36,50 @@ class GeneticSettings:
         _require(
             self.control_points >= 2 or self.num_layers == 1, f"--control-points must be at least 2, got {self.control_points}"
         )
-        _require(self.mutations + self.crossovers > 0, "--mutations and --crossovers are both 0; give one of them")
-        size, parents = f"--population-size {self.population_size}", f"--parents {self.parents}"
-        _require(self.parents <= self.population_size, f"{parents} is more than {size}; lower it")
-        enough = self.parents >= 2 or self.crossovers == 0
-        _require(enough, f"{parents} is too few for --crossovers {self.crossovers}; give 2 or more")
         last = self.num_layers - 1.0
-        on_lattice = [("x", self.x_step, f"the last layer, {last:g},", last, 0.0)]
+        on_lattice = [("x", self.space.x_step, f"the last layer, {last:g},", last, 0.0)]
         for name, (low, high, initial) in self.boxes.items():
-            at_least_0 = name == "gain" or self.parameter == "multiplier"
+            at_least_0 = name == "gain" or self.space.parameter == "multiplier"
             _require(
                 (0 <= low if at_least_0 else 0 < low) and low < high,
                 f"--min-{name} {low} must be {'0 or more' if at_least_0 else 'above 0'} and below --max-{name} {high}",
             )
             within = f"is outside --min-{name} {low} to --max-{name} {high}"
             _require(low <= initial <= high, f"--initial-{name} {initial} {within}")
-            on_lattice += [("y", self.y_step, f"--max-{name} {high}", high, low)]
-            on_lattice += [("y", self.y_step, f"--initial-{name} {initial}", initial, low)]
+            on_lattice += [("y", self.space.y_step, f"--max-{name} {high}", high, low)]
+            on_lattice += [("y", self.space.y_step, f"--initial-{name} {initial}", initial, low)]
         for axis, step, name, value, origin in on_lattice:
             codes, way_out = steps(value, origin, step), f"change it or give --{axis}-step 0 (continuous)"
             _require(codes < MAX_CODES, f"--{axis}-step {step} makes more than {MAX_CODES} values; {way_out}")
             _require(codes % 1 == 0, f"{name} is not on the lattice {origin} + k * --{axis}-step {step}; {way_out}")
-        for axis, (_, _, step, change) in zip("xy", self.axes, strict=False):
-            _require(change == 0 or change >= step, f"--max-change-{axis} {change} is below one step, {step}; 0 pins {axis}")
-        places = math.inf if self.x_step == 0 and last > 0 else int(steps(last, 0.0, self.x_step)) + 1
-        crowd = f"{self.num_layers} layers have {places} values of x"
-        fits = self.control_points <= places
+        values = math.inf if self.space.x_step == 0 and last > 0 else int(steps(last, 0.0, self.space.x_step)) + 1
+        crowd = f"{self.num_layers} layers have {values} values of x"
+        fits = self.control_points <= values
         _require(fits, f"--control-points {self.control_points} cannot increase in x: {crowd}; give fewer")
+
+    @property
+    def pins_x(self) -> bool:
+        """A free or shared curve has one control point per layer or dimension, whose x never moves."""
+        return self.space.curve in ("free", "shared")
 
     @property
     def boxes(self) -> dict[str, tuple[float, float, float]]:
         """Lowest, highest and first value of what is learnt: of the factor (or multiplier), of the gain."""
-        of_factor = {"factor": (self.min_factor, self.max_factor, self.initial_factor)}
-        of_gain = {"gain": (self.min_gain, self.max_gain, self.initial_gain)}
-        return {"factors": of_factor, "gains": of_gain, "both": of_factor | of_gain}[self.learn]
+        space = self.space
+        of_factor = {"factor": (space.min_factor, space.max_factor, space.initial_factor)}
+        of_gain = {"gain": (space.min_gain, space.max_gain, space.initial_gain)}
+        return {"factors": of_factor, "gains": of_gain, "both": of_factor | of_gain}[space.learn]
 
     @property
-    def axes(self) -> tuple[tuple[float, float, float, float], ...]:
-        """Lowest and highest value, lattice step and M of x, and of y for each number that is learnt."""
-        x = 0.0, self.num_layers - 1.0, self.x_step, self.max_change_x
-        return x, *((low, high, self.y_step, self.max_change_y) for low, high, _ in self.boxes.values())
+    def axes(self) -> tuple[tuple[float, float, float], ...]:
+        """Lowest value, highest value and lattice step of x, and of y for each number that is learnt."""
+        x = 0.0, self.num_layers - 1.0, self.space.x_step
+        return x, *((low, high, self.space.y_step) for low, high, _ in self.boxes.values())
 
     @property
     def lattices(self) -> tuple[Float[np.ndarray, "values"] | None, ...]:
         """The values of P^x (in layers) and of each P^y, float64 (Table 9); None for an axis that is continuous."""
-        return tuple(_lattice(low, high, step) for low, high, step, _ in self.axes)
+        return tuple(_lattice(low, high, step) for low, high, step in self.axes)
 
     @property
     def initial_genes(self) -> Float[np.ndarray, "C axes"]:
@@ -109,7 +91,7 @@ class GeneticSettings:
             return np.stack(
                 [
                     np.clip(value, low, high) if table is None else np.abs(table[None] - value[:, None]).argmin(axis=1)
-                    for value, table, (low, high, *_) in zip(
+                    for value, table, (low, high, _) in zip(
                         np.array(self.initial_points).T, self.lattices, self.axes, strict=True
                     )
                 ],
@@ -134,6 +116,24 @@ class GeneticSettings:
             "valid": x and y and math.comb(x, self.control_points) * y**self.control_points,
             "brute_force": y and y**self.num_layers,
         }
+
+
+def max_changes(settings: GeneticSettings, lattice: Lattice) -> tuple[float, ...]:
+    """The largest change in a mutation (M_x, M_y) of each axis of the lattice; 0 pins it.
+
+    Raises UserError where sizes of the genetic algorithm clash, or a change is less than a step.
+    """
+    check_bounds(settings)
+    _require(settings.mutations + settings.crossovers > 0, "--mutations and --crossovers are both 0; give one of them")
+    size, parents = f"--population-size {settings.population_size}", f"--parents {settings.parents}"
+    _require(settings.parents <= settings.population_size, f"{parents} is more than {size}; lower it")
+    enough = settings.parents >= 2 or settings.crossovers == 0
+    _require(enough, f"{parents} is too few for --crossovers {settings.crossovers}; give 2 or more")
+    change_x = 0.0 if lattice.pins_x else settings.max_change_x
+    of_axes = change_x, *[settings.max_change_y] * len(lattice.boxes)
+    for axis, (_, _, step), change in zip("xy", lattice.axes, of_axes, strict=False):
+        _require(change == 0 or change >= step, f"--max-change-{axis} {change} is below one step, {step}; 0 pins {axis}")
+    return of_axes
 
 
 def _require(met: bool, message: str) -> None:

@@ -1,0 +1,27 @@
+"""The flags of `doctor`."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lpes_jax.settings.groups import ModelSettings
+from lpes_jax.settings.tree import Settings
+
+
+@dataclass(frozen=True)
+class ChecksSettings(Settings):
+    """The checks."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """auto: bfloat16 on a GPU, float32 on a CPU."""
+    num_tokens: int = 400
+    """Tokens of the text that the checks run on."""
+    compare_with_transformers: bool = False
+    """Compare logits and greedy ids with transformers (torch, float32, CPU)."""
+
+
+@dataclass(frozen=True)
+class DoctorSettings(Settings):
+    """Which model, and how thoroughly."""
+
+    run: ModelSettings = ModelSettings()
+    checks: ChecksSettings = ChecksSettings()

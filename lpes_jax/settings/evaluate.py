@@ -1,0 +1,49 @@
+"""The flags of `evaluate`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from lpes_jax.choices import Split
+from lpes_jax.settings.groups import (
+    FactorsSettings,
+    MeshSettings,
+    PromptSettings,
+    QuestionSettings,
+    SeededRunSettings,
+    TaskSettings,
+)
+from lpes_jax.settings.tree import Settings
+
+
+@dataclass(frozen=True)
+class MeasuredFactorsSettings(FactorsSettings):
+    """The factors, measured beside the model as it is."""
+
+    only_factors: bool = False
+    """Leave out the model as it is and the plain prompts."""
+
+
+@dataclass(frozen=True)
+class MeasuredQuestionSettings(QuestionSettings):
+    """The questions, and how answers are measured."""
+
+    split: Split = "test"
+    """test: never overlaps what a search uses; all: every row of a file."""
+    slots: tuple[int, ...] = ()
+    """Slots (0-based) instead of positions."""
+    stop: tuple[str, ...] = ()
+    """Texts that end an output, besides the model's own end and the task's."""
+    lengths: tuple[int, ...] = ()
+    """needle: tokens of a prompt, for a heat map of depth and length."""
+
+
+@dataclass(frozen=True)
+class EvaluateSettings(Settings):
+    """What to measure."""
+
+    run: SeededRunSettings = SeededRunSettings(output_path=Path("runs/evaluate"))
+    task: TaskSettings = TaskSettings()
+    factors: MeasuredFactorsSettings = MeasuredFactorsSettings()
+    questions: MeasuredQuestionSettings = MeasuredQuestionSettings()
+    prompt: PromptSettings = PromptSettings()
+    devices: MeshSettings = MeshSettings()

@@ -1,0 +1,30 @@
+"""The flags of `export`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from lpes_jax.settings.groups import FactorsSettings, RunSettings
+from lpes_jax.settings.tree import Settings
+
+
+@dataclass(frozen=True)
+class FilesSettings(Settings):
+    """The files that are written."""
+
+    to: Literal["hf", "hf-hook", "gguf"] = "hf"
+    """hf: a folder that holds its factors. hf-hook: the model as it is, and a torch module that puts them in. gguf: a copy of
+    a .gguf file that holds them."""
+    copy: bool = False
+    """Copy the weights instead of linking to them."""
+    no_self_test: bool = False
+    """Record no logits: for models that do not fit into memory as float32."""
+
+
+@dataclass(frozen=True)
+class ExportSettings(Settings):
+    """What to write, and where."""
+
+    run: RunSettings = RunSettings(output_path=Path("runs/export"))
+    factors: FactorsSettings = FactorsSettings()
+    files: FilesSettings = FilesSettings()

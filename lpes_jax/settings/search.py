@@ -1,0 +1,295 @@
+"""The flags of `search`, and the presets that set many of them at once.
+
+    settings = preset("quick", num_pairs=4)      # SearchSettings() is the preset `default`
+
+Each group is given as it is to what it is for: `settings.ga` to the genetic algorithm, `settings.gradient` and `settings.text`
+to the descent, `settings.space` to the search space.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lpes_jax.choices import Curve, FitnessName, Granularity, Learn, Parameter
+from lpes_jax.errors import UserError
+from lpes_jax.settings.groups import (
+    HeldOutQuestionSettings,
+    MeshSettings,
+    OtherModelSettings,
+    PromptSettings,
+    ResumableRunSettings,
+    TaskSettings,
+    TextFileSettings,
+)
+from lpes_jax.settings.tree import Settings
+
+DEFAULT_WINDOW = 512  # of --text-window; a model whose window is shorter has windows of its own length
+PRESETS: dict[str, dict[str, Any]] = {
+    # The same algorithm where small models see something: from the model as it is, below 1 too, ties broken by likelihood.
+    "default": {},
+    # Tables 9 and 12 to the letter: fitness is accuracy alone, and among equals the one found first stays.
+    "paper": {"min_factor": 1.0, "initial_factor": 1.5, "y_step": 0.1, "tie_break": False, "uniform_candidates": 11},
+    # Minutes on two cores with the bundled model: few questions, few generations. The first two layers are left as they are, as
+    # in the authors' code, and the others may go further than the paper lets them, from the middle of the box as in the paper.
+    "quick": {
+        "num_pairs": 36,
+        "key_length": 8,
+        "layers": "2:",
+        "min_factor": 1.0,
+        "max_factor": 4.0,
+        "initial_factor": 2.5,
+        "max_change_y": 1.5,
+        "limit": 8,
+        "test_limit": 10,
+        "population_size": 12,
+        "parents": 4,
+        "mutations": 6,
+        "crossovers": 1,
+        "generations": 3,
+        "uniform_candidates": 4,
+    },
+    # Our best: a factor for each frequency of each layer, by gradient, on all positions alike, while plain text must stay as
+    # likely as it was. Give it prompts of several lengths (--num-pairs 50 100): what is found on one holds on that one.
+    "best": {
+        "algorithm": "gradient",
+        "curve": "free",
+        "granularity": "layer_band",
+        "bands": 0,
+        "min_factor": 0.2,
+        "max_factor": 4.0,
+        "search_positions": (0, 25, 50, 75, 100),
+        "weights": (0.2, 0.2, 0.2, 0.2, 0.2),
+        "limit": 100,
+        "steps": 300,
+        "minibatch_size": 16,
+        "text_weight": 20.0,
+        "max_text_loss_rise": 0.03,
+    },
+}
+# `--preset paper --algorithm gradient`: three sets of 2,000 prompts drawn by weight, batches of 32, learning rate 1e-5, 30
+# epochs of 2,000 draws. Ours, as the paper does not say: Adam, a constant rate, -log p of the answer, the y of the Bézier
+# points, and the start (1.5, as the GA has it).
+APPENDIX_C: dict[str, Any] = {
+    "limit": 2000,
+    "steps": 1875,
+    "minibatch_size": 32,
+    "learning_rate": 1e-5,
+    "schedule": "constant",
+    "weights_in": "sampling",
+    "look_every": 75,
+    "validation_share": 0.05,
+}
+
+
+@dataclass(frozen=True)
+class ObjectiveSettings(Settings):
+    """The fitness of factors, and what LPES has to beat."""
+
+    fitness: FitnessName = "accuracy"
+    """accuracy: the greedy output begins with the gold answer (or the likeliest option is right), weighted by position;
+    log_likelihood: of the gold answer; metric: the task's own, of generated text."""
+    tie_break: bool = True
+    """Break ties of accuracy by the answers' likelihood."""
+    search_positions: tuple[int, ...] = (0, 50, 100)
+    """Positions at which each search question is asked, in percent: begin, middle, end."""
+    weights: tuple[float, ...] = (0.2, 0.3, 0.5)
+    """Weights of these positions in the fitness; they sum to 1."""
+    uniform_candidates: int = 16
+    """Values tried for one uniform factor within the bounds (and within 0.5 to 2), the control that LPES has to beat."""
+
+
+@dataclass(frozen=True)
+class SpaceSettings(Settings):
+    """The search space."""
+
+    curve: Curve = "bezier"
+    """How control points give the layers' factors; free: one point per layer; shared: one per dimension of a head, for all
+    layers (LongRoPE); authors: the map of the paper's released code."""
+    granularity: Granularity = "layer"
+    """What has factors of its own: a layer, or in each layer its frequency bands, its KV groups, or the bands of its groups."""
+    bands: int = 8
+    """Bands of equal width that a head's frequencies are divided into, with layer_band and layer_group_band; 0: one for each
+    frequency."""
+    control_points: int | None = None
+    """Control points of the curve (default 4; free: one per layer)."""
+    learn: Learn = "factors"
+    """What is searched: factors of the frequencies, gains (which multiply each frequency's part of q . k, with the same curve
+    and granularity), or both."""
+    parameter: Parameter = "factor"
+    """What the numbers of frequencies are: factor; multiplier, which is 1 / factor, so that --min-factor, --max-factor and
+    --initial-factor are multipliers, and 0 stops a frequency; log: factors and gains whose logarithms Adam moves
+    (--algorithm gradient)."""
+    layers: str = ":"
+    """Layers that the curve scales, as a slice: `2:` leaves the first two as they are, as the authors' released code does."""
+    min_factor: float = 0.5
+    """Lowest factor."""
+    max_factor: float = 2.0
+    """Highest factor."""
+    initial_factor: float = 1.0
+    """Factor of every control point of the first individual (Eq. 8)."""
+    min_gain: float = 0.2
+    """Lowest gain."""
+    max_gain: float = 4.0
+    """Highest gain."""
+    initial_gain: float = 1.0
+    """Gain of every control point of the first individual."""
+    x_step: float = 1.0
+    """Lattice of the control points' x, in layers; 0: continuous."""
+    y_step: float = 0.05
+    """Lattice of the control points' y (and gains); 0: continuous."""
+
+
+@dataclass(frozen=True)
+class StartSettings(OtherModelSettings):
+    """The start, where it is what another search found."""
+
+    initial_factors: Path | None = None
+    """factors.json of another search to start from, in place of --initial-factor."""
+
+
+@dataclass(frozen=True)
+class GeneticSettings(Settings):
+    """The genetic algorithm (Table 12); sizes and budget of every algorithm that has individuals."""
+
+    population_size: int = 32
+    """Individuals of generation 0 (N_ps)."""
+    parents: int = 12
+    """Individuals that breed (N_pa)."""
+    mutations: int = 16
+    """Mutants per generation (N_mu)."""
+    crossovers: int = 4
+    """Offspring per generation by crossover (N_cr); both children of each pair are scored."""
+    crossover_tries: int = 4
+    """Tries for two valid children (N_ct)."""
+    max_change_x: float = 2.0
+    """Largest change of x in a mutation, in layers (M_x)."""
+    max_change_y: float = 0.2
+    """Largest change of y (and of a gain) in a mutation (M_y)."""
+    mutation_rate: float = 1.0
+    """Probability that a mutation moves a control point."""
+    generations: int = 20
+    """Generations after the first (T)."""
+    max_evaluations: int | None = None
+    """End after this many individuals were scored by the model, whatever --generations says (default of all but ga: what the
+    GA with these settings makes)."""
+    race: bool = False
+    """Drop individuals that cannot catch up on a part of the search questions (racing.py); each counts as one evaluation."""
+
+
+@dataclass(frozen=True)
+class GradientSettings(Settings):
+    """Gradient descent. `--learning-rate` is in units of the parameters: Adam's steps are about as large."""
+
+    steps: int = 200
+    """Steps of Adam."""
+    learning_rate: float = 0.03
+    """Learning rate at the start."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """The learning rate falls to 0 along a cosine, or stays."""
+    weights_in: Literal["loss", "sampling"] = "loss"
+    """--weights multiply the positions' losses, or set how often prompts of a position are drawn."""
+    minibatch_size: int = 24
+    """Prompts per step (of each task and length; about this many where prompts share a prefix)."""
+    validation_share: float = 0.25
+    """Share of the search questions that is held back to choose the best step."""
+    look_every: int = 10
+    """Steps between two measurements on the held-back questions."""
+    patience: int = 0
+    """End after this many measurements without a new best; 0: never."""
+    move_x: bool = False
+    """Move the control points' x as well."""
+    box: Literal["clip", "sigmoid"] = "clip"
+    """How factors stay within the bounds: clipped after each step, or as a sigmoid of what Adam moves."""
+    stay_close: float = 0.0
+    """Weight of the mean squared distance of the factors, and of the gains, from 1."""
+    prune: float = 0.0
+    """Limits how many numbers differ from 1 (--curve free or shared). In the first half of the steps each is drawn to 1 by this
+    share of --learning-rate per step; what is within one such rate of 1 then stays 1, and the rest is fitted on."""
+
+
+@dataclass(frozen=True)
+class TextSettings(TextFileSettings):
+    """Plain text that gradient descent must not make less likely."""
+
+    text_weight: float = 0.0
+    """Weight of the plain text's loss in nats per token, beside the answers' in nats per answer."""
+    text_minibatch: int = 4
+    """Windows of text per step."""
+    text_window: int | tuple[int, ...] = DEFAULT_WINDOW
+    """Tokens of a window of text, up to the model's window; several (512 2048 8192): windows of all these lengths, whose losses
+    count alike, and which share the tokens that --text-minibatch windows of the longest have."""
+    max_text_loss_rise: float | None = None
+    """Maximum allowed rise of held-back text loss above the start's (nats per token); with several --text-window, in any
+    quarter of the longest."""
+
+
+@dataclass(frozen=True)
+class SearchDeviceSettings(MeshSettings):
+    """Devices and memory."""
+
+    population_chunk: int | None = None
+    """Individuals per forward pass and device (default: chosen from the memory)."""
+
+
+@dataclass(frozen=True)
+class SearchRunSettings(ResumableRunSettings):
+    """The model, the preset, the folder of the run, and the seed."""
+
+    preset: Literal["paper", "default", "quick", "best"] = "default"
+    """Values of the flags that are not given. paper: the paper's settings to the letter (with --algorithm gradient those of
+    Appendix C); default: the same GA with what works better; quick: minutes on two cores; best: by gradient, a factor for
+    each frequency of each layer."""
+
+
+@dataclass(frozen=True)
+class SearchSettings(Settings):
+    """What to search, on what, and how."""
+
+    run: SearchRunSettings = SearchRunSettings(output_path=Path("runs/search"))
+    algorithm: str = "ga"
+    """ga: the paper's genetic algorithm; gradient: Adam on the log-likelihood of the answers; random, or one of evosax's:
+    cma_es, differential_evolution, pso, open_es, ..."""
+    task: TaskSettings = TaskSettings()
+    questions: HeldOutQuestionSettings = HeldOutQuestionSettings(limit=200)
+    prompt: PromptSettings = PromptSettings()
+    objective: ObjectiveSettings = ObjectiveSettings()
+    space: SpaceSettings = SpaceSettings()
+    start: StartSettings = StartSettings()
+    ga: GeneticSettings = GeneticSettings()
+    gradient: GradientSettings = GradientSettings()
+    text: TextSettings = TextSettings()
+    devices: SearchDeviceSettings = SearchDeviceSettings()
+
+    @classmethod
+    def of(cls, **flags: Any) -> "SearchSettings":
+        """The values of `preset` (without one: of `default`) with other values of some flags.
+
+        Raises TypeError for a name that is no flag, and UserError for a preset that is not known.
+        """
+        mixture = flags.get("mixture") is not None
+        given = preset_values(flags.get("preset", "default"), flags.get("algorithm", "ga"), mixture=mixture)
+        return cls().replace(**given | flags)
+
+
+def preset(name: str, **changes: Any) -> SearchSettings:
+    """The settings of a preset (`paper`, `default`, `quick`, `best`), with changes. Raises UserError for an unknown name."""
+    return SearchSettings.of(**{"preset": name} | changes)
+
+
+def preset_values(name: str, algorithm: str, *, mixture: bool = False) -> dict[str, Any]:
+    """The flags that a preset sets, for an algorithm; with a `--mixture` none of the task's.
+
+    Raises UserError for a name that is not known.
+    """
+    if name not in PRESETS:
+        raise UserError(f"--preset {name!r} is not known; the presets are: {', '.join(PRESETS)}")
+    values = PRESETS[name] | (APPENDIX_C if (name, algorithm) == ("paper", "gradient") else {})
+    of_task = TaskSettings().flat()
+    return {key: value for key, value in values.items() if not (mixture and key in of_task)}
+
+
+def as_record(settings: SearchSettings) -> dict[str, Any]:
+    """The flags as JSON, except those that say where and how to run and cannot change a result."""
+    left_out = ("output_path", "overwrite", "resume", "preset", "batch_size", "population_chunk", "model_axis")
+    flags = {name: value for name, value in settings.flat().items() if name not in left_out}
+    return {name: str(value) if isinstance(value, Path) else value for name, value in flags.items()}

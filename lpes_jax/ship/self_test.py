@@ -1,0 +1,175 @@
+"""What a folder or file must answer, as JSON: prompts, and log-probabilities with its factors and without them.
+
+Questions about key-value pairs, of several lengths up to the longest that was searched, with the fact at several places; of
+each the log-probabilities of next tokens at points along the prompt and its answer. A server whose own are near `log_probs`
+has the factors; one whose own are near `plain_log_probs` runs the model as it was. One short text would tell neither.
+
+Letters: T tokens, N points, C candidates at a point, V vocabulary.
+"""
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from lpes_jax.factors import LayerFactors
+from lpes_jax.finite import not_finite
+from lpes_jax.generation import generate_ids
+from lpes_jax.models.llama.config import LlamaConfig
+from lpes_jax.models.llama.model import Llama, hidden_states, output_logits
+from lpes_jax.rope import RopeTable
+from lpes_jax.tasks.key_value import KeyValue
+from lpes_jax.tasks.prompts import slot, token_ids
+
+FORMAT, FILE = "lpes-self-test/1", "self_test.json"
+SCRIPT = Path(__file__).parent / "check_in_transformers.py"
+TOLERANCE = 1e-2  # nats, float32 in another library
+_TELLS = 10  # times the tolerance that the plain model must be off by somewhere, to be told from the one with factors
+_SHARES = ((1.0, 0), (1.0, 75), (0.5, 50), (0.25, 25), (0.125, 100))  # of the longest prompt, and where the fact stands, in %
+_DEFAULT_LONGEST = 1024  # tokens, where the factors do not say how long their prompts were
+_POINTS, _CANDIDATES, _NEW = 6, 5, 8
+_ABOUT = (
+    "log-probabilities (nats) that lpes_jax worked out in float32: at each point, of the token ids `ids` behind the first "
+    "`tokens` of the prompt's ids; log_probs with the factors, plain_log_probs of the model without them. A server in 16 bits "
+    "is off by some hundredths; it has the factors if it is nearer to log_probs"
+)
+
+
+@dataclass(frozen=True)
+class _Question:
+    text: str
+    ids: list[int]  # with the answer behind the text
+    position: int
+    points: list[int]  # after so many of the ids
+
+
+def write_self_test(
+    folder: Path, written: Llama, factors: LayerFactors | None, original: Llama, all_factors: LayerFactors, tokenizer: Any
+) -> list[str]:
+    """Write self_test.json; lines to print.
+
+    `written` is the model as the files have it, float32, and `factors` what is not in its weights and RoPE (None: nothing);
+    `original` is the model without any, and `all_factors` what the two together must be. Raises UserError where
+    log-probabilities are not finite.
+    """
+    questions = _questions(tokenizer, original.config, longest_searched(all_factors, tokenizer))
+    found = [_log_probs(written, factors, it) for it in questions]
+    plain = [_log_probs(original, None, it) for it in questions]
+    exact = [_log_probs(original, all_factors, it) for it in questions]
+    best = [np.argsort(-rows, axis=-1)[:, :_CANDIDATES] for rows in found]
+
+    def of_best(rows: Sequence[Float[np.ndarray, "N V"]]) -> list[Float[np.ndarray, "N C"]]:
+        return [np.take_along_axis(one, ids, axis=-1) for one, ids in zip(rows, best, strict=True)]
+
+    found, plain, exact = of_best(found), of_best(plain), of_best(exact)
+    off = np.concatenate([np.abs(one - other).ravel() for one, other in zip(plain, found, strict=True)])
+    rounding = np.concatenate([np.abs(one - other).ravel() for one, other in zip(exact, found, strict=True)])
+    notices = bool(off.max() >= _TELLS * TOLERANCE)
+    short = questions[-1].ids[: max(1, _window(original.config) - _NEW)]
+    new = generate_ids(written, [short], factors=factors, max_new_tokens=_NEW)[0]
+    record = {
+        "format": FORMAT,
+        "about": _ABOUT,
+        "tolerance": TOLERANCE,
+        "plain_is_off_by": {"mean": float(off.mean()), "most": float(off.max())},
+        "notices_a_plain_model": notices,
+        "rounding": {"mean": float(rounding.mean()), "most": float(rounding.max())},
+        "prompts": [
+            {
+                "text": it.text,
+                "fact_at_percent": it.position,
+                "ids": it.ids,
+                "points": [
+                    {"tokens": tokens, "ids": ids, "log_probs": log_probs, "plain_log_probs": plain_log_probs}
+                    for tokens, ids, log_probs, plain_log_probs in zip(
+                        it.points, one.tolist(), two.tolist(), three.tolist(), strict=True
+                    )
+                ],
+            }
+            for it, one, two, three in zip(questions, best, found, plain, strict=True)
+        ],
+        "greedy": {"ids": short, "new_ids": new},
+    }
+    (folder / FILE).write_text(json.dumps(record) + "\n", encoding="utf-8")
+    lengths = sorted(len(it.ids) for it in questions)
+    lines = [
+        f"self-test: {len(questions)} prompts of {lengths[0]} to {lengths[-1]} tokens; log-probabilities are off by "
+        f"{off.max():.2g} nats at most without the factors ({off.mean():.2g} on average), and by {rounding.max():.2g} "
+        f"({rounding.mean():.2g}) by the rounding of the weights"
+    ]
+    if not notices:
+        lines.append(
+            f"warning: these factors change so little that the self-test, which allows {TOLERANCE:g} nats, cannot tell the "
+            "model from one without them"
+        )
+    return lines
+
+
+def write_script(folder: Path) -> list[str]:
+    """Put the program beside it that compares transformers with self_test.json; lines to print."""
+    shutil.copyfile(SCRIPT, folder / "self_test.py")
+    return ["try it where torch and transformers are: python {out}/self_test.py"]
+
+
+def longest_searched(factors: LayerFactors, tokenizer: Any) -> int:
+    """The tokens of the longest prompt that the factors were searched on, as far as their file says; else a default."""
+    search = factors.search
+    if isinstance(tokens := search.get("longest_tokens"), int) and tokens > 0:
+        return tokens
+    pairs = search.get("num_pairs")
+    numbers = [number for number in (pairs if isinstance(pairs, list) else [pairs]) if isinstance(number, int)]
+    if not numbers or max(numbers) > 2**14:
+        return _DEFAULT_LONGEST
+    return len(_prompt(tokenizer, max(numbers), 0)[1])
+
+
+def _questions(tokenizer: Any, config: LlamaConfig, longest: int) -> list[_Question]:
+    longest = min(longest, config.max_position_embeddings)
+    one, ten = (len(_prompt(tokenizer, pairs, 0)[1]) for pairs in (1, 10))
+    questions = []
+    for share, position in _SHARES:
+        tokens = max(2, int(longest * share))
+        pairs = max(1, 1 + int(9 * (tokens - one) / max(1, ten - one)))
+        text, ids, of_text = _prompt(tokenizer, pairs, position)
+        while len(ids) > tokens and pairs > 1:
+            pairs -= 1
+            text, ids, of_text = _prompt(tokenizer, pairs, position)
+        ids = ids[:tokens]  # of a window with no room for one pair
+        along = np.linspace(1, len(ids) - 1, _POINTS).astype(int).tolist()
+        answer = range(min(of_text, len(ids) - 1), len(ids))
+        questions.append(_Question(text, ids, position, sorted({*along, *answer})))
+    return questions
+
+
+def _prompt(tokenizer: Any, pairs: int, position: int) -> tuple[str, list[int], int]:
+    """A prompt's text, its ids with the answer behind it, and how many of them are the text's."""
+    task = KeyValue(pairs)
+    prompt = task.prompt(task.examples("test", 1, 0)[0], slot(position, pairs))
+    text, whole = token_ids(tokenizer, [prompt.text, prompt.text + prompt.answers[0]])
+    return prompt.text, whole, min(len(text), len(whole) - 1)
+
+
+def _window(config: LlamaConfig) -> int:
+    """Up to here frequencies do not depend on the length of a text, so that texts may grow."""
+    return min(config.rope.original_max_position_embeddings or config.max_position_embeddings, config.max_position_embeddings)
+
+
+def _log_probs(model: Llama, factors: LayerFactors | None, question: _Question) -> Float[np.ndarray, "N V"]:
+    table = model.config.rope_table(len(question.ids), factors)
+    logits = _logits(model, jnp.array([question.ids], jnp.int32), table, jnp.array(question.points, jnp.int32) - 1)
+    found = np.asarray(jax.nn.log_softmax(logits))
+    if not np.isfinite(found).all():
+        raise not_finite(model, [question.ids], factors)
+    return found
+
+
+@jax.jit
+def _logits(model: Llama, tokens: Int[Array, "B T"], table: RopeTable, read: Int[Array, "N"]) -> Float[Array, "N V"]:
+    return output_logits(model, hidden_states(model, tokens, table)[0, read])
