@@ -43,6 +43,7 @@ VERBS = {
     "evaluate": "lpes_jax.evaluate.__main__",
     "compare": "lpes_jax.compare",
     "export": "lpes_jax.export",
+    "profile": "lpes_jax.profile.__main__",
     "doctor": "lpes_jax.doctor",
 }
 Flags = TypeVar("Flags", bound=Settings)

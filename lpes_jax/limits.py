@@ -105,6 +105,10 @@ BOUNDS: dict[str, Bound] = {
     "channel_strings": Bound(1, 10_000, "strings"),
     "budget": Bound(1, 10_000, "settings tried for a method"),
     "repeats": Bound(1, 100_000, "rounds of the timing"),
+    # A profile
+    "minutes": Bound(0, 10_000, "minutes", above=True),
+    "threshold": Bound(0, 1, "a share", above=True),
+    "confidence": Bound(0, 1, "a probability", above=True, below=True),
     # How to run
     "batch_size": Bound(1, 65_536, "prompts a pass"),
     "population_chunk": Bound(1, 65_536, "individuals a pass"),

@@ -14,10 +14,11 @@ from typing import Any, Literal, TypeVar
 
 import matplotlib
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import LogNorm
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.font_manager import findfont, get_font
 from matplotlib.text import Text
@@ -123,6 +124,60 @@ def depth_by_length(
         ",".join([str(depth), *(f"{value:.4f}" for value in row / 100)]) for depth, row in zip(positions, percent, strict=True)
     ]
     stem.with_name(stem.name + ".csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return save(figure, stem)
+
+
+@in_our_style
+def heat_maps(
+    stem: Path,
+    positions: Sequence[int],
+    lengths: Sequence[int],
+    accuracy: Mapping[str, Float[np.ndarray, "S N"]],
+    undecided: Mapping[str, Bool[np.ndarray, "S N"]],
+    title: str,
+) -> tuple[Path, Path]:
+    """Maps by name, side by side: depth in percent down, tokens of the prompt across, accuracy in 0 ... 1.
+
+    NaN, which was not measured, is grey; cells that are undecided have a question mark.
+    """
+    count = len(accuracy)
+    size = (1.6 + count * (0.6 + 0.8 * len(lengths)), 1.6 + 0.5 * len(positions))
+    figure = Figure(figsize=size, dpi=200, layout="constrained")
+    panels: list[Axes] = list(figure.subplots(1, count, sharey=True, squeeze=False)[0])
+    shown_as: Any = {"cmap": matplotlib.colormaps["cividis"].with_extremes(bad="#c8c8c8"), "norm": Normalize(0, 100)}
+    for axes, (name, values) in zip(panels, accuracy.items(), strict=True):
+        percent = 100 * values
+        axes.imshow(np.ma.masked_invalid(percent), aspect="auto", **shown_as)
+        axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+        axes.set_yticks(range(len(positions)), [f"{position}" for position in positions])
+        axes.set(xlabel="tokens of the prompt")
+        for row, column in np.ndindex(percent.shape):
+            if np.isfinite(percent[row, column]):
+                shown = f"{percent[row, column]:.0f}{'?' * bool(undecided[name][row, column])}"
+                colour = "black" if percent[row, column] > 60 else "white"
+                axes.text(column, row, shown, ha="center", va="center", color=colour, fontsize=9)
+        if count > 1:
+            axes.set_title(printable(name), fontsize=9)
+    panels[0].set(ylabel="position of the fact (%)")
+    figure.colorbar(ScalarMappable(**shown_as), ax=panels, label="% right")
+    figure.suptitle(textwrap.fill(printable(title), _TITLE), x=0.01, ha="left", fontweight="bold", fontsize=10)
+    return save(figure, stem)
+
+
+@in_our_style
+def loss_by_position(stem: Path, starts: Sequence[int], losses: Mapping[str, Sequence[float]], title: str) -> tuple[Path, Path]:
+    """Loss of plain text in nats a token from each of these positions on, by name; the first is the baseline, in grey."""
+    figure = Figure(figsize=(7.2, 3.6), dpi=200, layout="constrained")
+    axes = figure.add_subplot()
+    for number, (name, values) in enumerate(losses.items()):
+        colour = BASELINE if number == 0 else FOUND
+        axes.plot(starts, values, "s-" if number == 0 else "o-", color=colour, linewidth=1.8, markersize=5, label=name)
+    axes.set(xlabel="position in the text (tokens)", ylabel="nats a token")
+    axes.margins(y=0.15)
+    _title(axes, title)
+    if len(losses) > 1:
+        axes.legend(frameon=False)
+    plain(axes)
     return save(figure, stem)
 
 

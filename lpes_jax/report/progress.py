@@ -17,9 +17,13 @@ _EVERY = 15.0  # seconds between plain lines
 
 
 class SearchProgress:
-    """Counts (individual, prompt) pairs done of `total`; `note` says what is going on. Writes to stderr."""
+    """Counts (individual, prompt) pairs done of `total`; `note` says what is going on. Writes to stderr.
 
-    def __init__(self, total: int, console: Console | None = None):
+    `deadline`: when it will end in any case, in seconds as `time.time` has them; None where all of `total` will be done.
+    """
+
+    def __init__(self, total: int, console: Console | None = None, deadline: float | None = None):
+        self._deadline = deadline
         self._console = console or Console(file=sys.stderr)
         self._total, self._done, self._note = total, 0, ""
         self._started = self._last_line = time.monotonic()
@@ -73,10 +77,15 @@ class SearchProgress:
         return f"{self._done / max(time.monotonic() - self._started, 1e-9):.1f} prompts/s"
 
     def _left(self) -> str:
+        if self._deadline is not None:
+            return _minutes(max(0.0, self._deadline - time.time()))
         if not self._done:
             return f"{self._total} prompts to score"
-        seconds = (time.monotonic() - self._started) * (self._total - self._done) / self._done
-        return f"about {int(seconds) // 60}:{int(seconds) % 60:02d} left"
+        return _minutes((time.monotonic() - self._started) * (self._total - self._done) / self._done)
+
+
+def _minutes(seconds: float) -> str:
+    return f"about {int(seconds) // 60}:{int(seconds) % 60:02d} left"
 
 
 def _restore_cursor() -> None:

@@ -123,7 +123,7 @@ def printable(text: str) -> str:
 def markdown(rows: Sequence[Row], positions: Sequence[int]) -> str:
     """The table in GitHub's markdown, without a newline at its end."""
     header = _header(positions)
-    return _markdown([header, ["---"] + ["---:"] * (len(header) - 1), *map(_cells, rows)])
+    return markdown_table([header, ["---"] + ["---:"] * (len(header) - 1), *map(_cells, rows)])
 
 
 def differences(methods: Mapping[str, Mapping[str, Any]]) -> str:
@@ -146,7 +146,7 @@ def differences(methods: Mapping[str, Mapping[str, Any]]) -> str:
     note += f"takes all {len(compared)} comparisons of this table together."
     if exact:
         note += " Behind a position: McNemar's exact p of that position alone, not corrected."
-    return f"{_markdown(lines)}\n\n{note}"
+    return f"{markdown_table(lines)}\n\n{note}"
 
 
 def by_task(tasks: Mapping[str, Mapping[str, float]]) -> str:
@@ -158,7 +158,7 @@ def by_task(tasks: Mapping[str, Mapping[str, float]]) -> str:
     for title, it in tasks.items():
         line = [title, f"{100 * it['accuracy']:.1f}", f"{100 * it['accuracy_at_start']:.1f}"]
         lines.append(line + ([f"{it['loss']:.3f}", f"{it['loss_at_start']:.3f}"] if has_loss else []))
-    return _markdown(lines)
+    return markdown_table(lines)
 
 
 def _difference(it: Mapping[str, Any]) -> str:
@@ -166,7 +166,8 @@ def _difference(it: Mapping[str, Any]) -> str:
     return f"{100 * it['difference']:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
 
 
-def _markdown(lines: Sequence[Sequence[str]]) -> str:
+def markdown_table(lines: Sequence[Sequence[str]]) -> str:
+    """Lines of cells in GitHub's markdown, the second of them the dashes."""
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 

@@ -5,8 +5,8 @@
     settings.ga.parents                                     # 3; `settings.ga` is what the genetic algorithm is given
 
 A verb's settings are a tree: a frozen dataclass of groups (`task`, `prompt`, `ga`, ...), each a frozen dataclass of flags.
-`groups.py` has the groups that several verbs share, `search.py`, `evaluate.py`, `compare.py`, `export.py` and `doctor.py` have
-the trees and each verb's own groups. `tree.py` finds a flag in a tree by its name.
+`groups.py` has the groups that several verbs share, `search.py`, `evaluate.py`, `compare.py`, `export.py`, `profile.py` and
+`doctor.py` have the trees and each verb's own groups. `tree.py` finds a flag in a tree by its name.
 
 No module here imports JAX or NumPy, so that `--help` and the complaint about a wrong flag come at once.
 """

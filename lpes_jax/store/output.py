@@ -19,17 +19,22 @@ from lpes_jax import process
 from lpes_jax.errors import UserError
 from lpes_jax.store import files
 
-Verb = Literal["search", "evaluate", "compare", "export"]
+Verb = Literal["search", "evaluate", "compare", "export", "profile"]
 _TOLD_BY = {  # in this order
     "history.jsonl": "search",
     "exported.json": "export",
     "lpes_torch.py": "export",  # of the first release
+    "profile.json": "profile",
     "results.json": "measured",
 }
-_CALLED = {"search": "a search", "export": "an exported model", "measured": "the results of an evaluation or comparison"}
-_KIND = {"search": "search", "export": "export", "evaluate": "measured", "compare": "measured"}
+_CALLED = {
+    **{"search": "a search", "export": "an exported model", "profile": "a profile"},
+    "measured": "the results of an evaluation or comparison",
+}
+_KIND = {"search": "search", "export": "export", "profile": "profile", "evaluate": "measured", "compare": "measured"}
+_LAST = ("results.json", "profile.json")  # of a run: they say that the other files are whole
 _SHARED = ("results.json", "results.md", "samples.jsonl", "report.html", "positions*.png", "positions*.svg")
-MEASURED = (*_SHARED, "depth_by_length_*")
+MEASURED = (*_SHARED, "depth_by_length_*", "profile.json", "profile.md", "heat_*", "text_loss.*")
 SEARCHED = (
     *(*_SHARED, "config.json", "factors.json", "uniform.json", "state*.npz", "part.npz", "*.part"),
     *("factors.png", "factors.svg", "history.png", "history.svg"),
@@ -107,7 +112,7 @@ def latest(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def staged(folder: Path) -> Iterator[Path]:
-    """A new folder to write results to; their files are in `folder` when this is left, `results.json` last.
+    """A new folder to write results to; their files are in `folder` when this is left, `results.json` or `profile.json` last.
 
     All are there or none is: after an error, or where a signal ends this process meanwhile, nothing was touched. Files that
     measured results which stood there before have left are removed. Raises UserError where the files cannot be written.
@@ -135,8 +140,9 @@ def remove(folder: Path, patterns: tuple[str, ...], keep: frozenset[str] = froze
 
 
 def _move(part: Path, folder: Path) -> None:
-    new = sorted(part.iterdir(), key=lambda path: path.name == "results.json")
-    (folder / "results.json").unlink(missing_ok=True)  # it says that the others are whole
+    new = sorted(part.iterdir(), key=lambda path: path.name in _LAST)
+    for name in _LAST:
+        (folder / name).unlink(missing_ok=True)
     for path in new:
         os.replace(path, folder / path.name)
     remove(folder, MEASURED, frozenset(path.name for path in new))

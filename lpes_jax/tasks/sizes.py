@@ -36,7 +36,9 @@ def of_length(task: Any, tokens: int, tokenizer: Tokenizer) -> Any:
     low, high = _fewest(task), _fewest(task) + 100
     low_size, high_size = size(low), size(high)
     if low_size > tokens:
-        raise UserError(f"--lengths: {tokens} tokens hold no prompt of --task {task.name}; its shortest has {low_size:.0f}")
+        raise UserError(
+            f"--lengths: {tokens} tokens hold no prompt of --task {task.name}; its shortest prompts have {low_size:.0f} tokens"
+        )
     while high_size <= tokens:
         growth = (high_size - low_size) / (high - low)
         low, low_size = high, high_size

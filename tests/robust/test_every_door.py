@@ -321,6 +321,10 @@ class Export(Verb):
         return [flags({"factors": at.out / "factors.json"})]
 
 
+class Profile(Verb):
+    name, settings = "profile", {"tasks": "kv", "lengths": 200, "positions": 0, "key_length": 2, "minutes": 0.5}
+
+
 class Doctor(Verb):
     name, settings = "doctor", {"num_tokens": 8}
 
@@ -388,6 +392,7 @@ DOORS: dict[str, Door] = {
     "verb compare": Compare(),
     "verb export": Export(),
     "verb doctor": Doctor(),
+    "verb profile": Profile(),
     "verb lm_eval": Harness(),
 }
 FED = [(name, what) for name, door in DOORS.items() for what in ("nan", "ids", "ends", "text") if callable(getattr(door, what))]

@@ -45,7 +45,7 @@ def test_the_fact_alone_is_the_shortest_prompt_that_has_it(name, settings):
 
 
 def test_too_few_tokens_are_refused():
-    with pytest.raises(UserError, match="--lengths: 30 tokens hold no prompt of --task niah; its shortest has"):
+    with pytest.raises(UserError, match="--lengths: 30 tokens hold no prompt of --task niah; its shortest prompts have"):
         of_length(make_task("niah"), 30, words)
     with pytest.raises(TypeError, match="MultipleChoice|CommonWords"):
         alone(make_task("cwe"))

@@ -1,0 +1,31 @@
+"""How long a prompt a model reads reliably, and where in it facts are lost: in minutes, without a network.
+
+Examples:
+  python -m lpes_jax.profile --model tiny-retriever --minutes 3 --output-path OUT
+      the bundled model
+  python -m lpes_jax.profile --model DIR --lengths 1024 2048 4096 8192 --output-path OUT
+      a model of your own, at these lengths
+  python -m lpes_jax.profile --model DIR --factors RUN/factors.json --output-path OUT
+      before and with factors, on the same questions, with paired tests
+
+OUT gets profile.json (effective_length first), profile.md, report.html whose first line says what to take from it, and a heat
+map of each task. Effective length: the longest prompts whose worst position is above 85.6 % (RULER's number) of what the model
+answers with the fact alone, with 95 % confidence."""
+
+import sys
+from collections.abc import Sequence
+
+from lpes_jax import process
+from lpes_jax.cli import run_verb
+from lpes_jax.profile import run_profile
+from lpes_jax.settings.profile import ProfileSettings
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The verb; returns the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    return run_verb(ProfileSettings(), run_profile, __doc__ or "", arguments, "profile")
+
+
+if __name__ == "__main__":
+    sys.exit(process.ended(main()))

@@ -1,0 +1,72 @@
+"""The loss of plain text by position: -log p a token in each eighth of windows of one length, for each candidate."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lpes_jax.errors import UserError
+from lpes_jax.evaluate.perplexity import text_nlls
+from lpes_jax.evaluation import Candidate
+from lpes_jax.models.llama import Loaded
+from lpes_jax.tasks.needle import sentence
+from lpes_jax.tasks.perplexity import Perplexity, Window, slide
+from lpes_jax.tasks.prompts import token_ids
+
+WINDOWS = 4
+BINS = 8
+
+
+def text_loss(
+    loaded: Loaded, candidates: Sequence[Candidate], length: int, text: Path | None, seed: int, batch_size: int | None
+) -> dict[str, Any]:
+    """Nats a token by the position in windows of `length` tokens (of a short file: of its own length), and where they are from.
+
+    Without a file the text is sentences of the needle's grammar, other ones in each window: it gets likelier with the position
+    as the model learns the grammar, and a loss that rises again shows where positions break. Raises UserError as `Perplexity`
+    does."""
+    windows = _of_grammar(loaded, length, seed) if text is None else _of_file(loaded, length, text)
+    length = len(windows[0].ids)
+    losses: dict[str, list[float]] = {}
+    for candidate in candidates:
+        nll = np.stack(text_nlls(loaded.model, windows, candidate, 1 if batch_size is None else batch_size))
+        scored = nll[:, windows[0].scored :].mean(axis=0)
+        losses[candidate.name] = [float(part.mean()) for part in np.array_split(scored, BINS)]
+    starts = [int(part[0]) for part in np.array_split(np.arange(windows[0].scored, length), BINS)]
+    return {
+        "text": "sentences of the needle's grammar" if text is None else str(text),
+        "window": length,
+        "windows": len(windows),
+        "from_position": starts,
+        "nats_a_token": losses,
+    }
+
+
+def _of_file(loaded: Loaded, length: int, text: Path) -> list[Window]:
+    windows: list[Window] = []
+    while not windows:
+        try:
+            windows = Perplexity(text, window=length).windows(loaded.tokenizer, "all")
+        except UserError:
+            if length < 128:
+                raise
+            length //= 2
+    at = np.linspace(0, len(windows) - 1, min(WINDOWS, len(windows))).astype(int)
+    return [windows[number] for number in at]
+
+
+def _of_grammar(loaded: Loaded, length: int, seed: int) -> list[Window]:
+    bos = getattr(loaded.tokenizer, "bos_token_id", None)
+    windows = []
+    for number in range(WINDOWS):
+        rng = random.Random(f"lpes profile text {seed} {number}")
+        text: list[str] = []
+        ids: list[int] = []
+        while len(ids) < length:
+            text += [sentence(rng) for _ in range(1 + length // 20)]
+            [ids] = token_ids(loaded.tokenizer, [" ".join(text)])
+        begin = [bos] if bos is not None and ids[:1] == [bos] else []
+        windows.append(slide(ids[len(begin) :], length, length, begin)[0])
+    return windows
