@@ -73,6 +73,7 @@ COUNTS = (
 )
 ALONE = 32  # prompts that are scored alone as well
 Report = Callable[[int], None]
+_LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 
 
 @dataclass(frozen=True)
@@ -448,6 +449,11 @@ def figures_of(outcomes: Sequence[Outcome], places: Sequence[tuple[int, int]]) -
     return methods
 
 
+def json_line(record: dict[str, Any]) -> str:
+    """A record as one line of JSON, by any reader's idea of a line: Unicode's line ends in texts are escaped."""
+    return json.dumps(record, ensure_ascii=False).translate(_LINE_ENDS) + "\n"
+
+
 def write_samples(path: Path, outcomes: Sequence[Outcome], tasks: Sequence[str] = ()) -> None:
     """`samples.jsonl`: one line a candidate and prompt. The same run writes the same bytes. `tasks`: each outcome's."""
     with replacing(path) as part, part.open("w", encoding="utf-8", errors="backslashreplace") as file:
@@ -473,7 +479,7 @@ def write_samples(path: Path, outcomes: Sequence[Outcome], tasks: Sequence[str] 
                     sample["faults"] = list(prompt.faults)
                 if prompt.details:
                     sample["details"] = dict(prompt.details)
-                file.write(json.dumps(sample, ensure_ascii=False) + "\n")
+                file.write(json_line(sample))
 
 
 def _figures(outcome: Outcome, places: Sequence[tuple[int, int]]) -> dict[str, Any]:

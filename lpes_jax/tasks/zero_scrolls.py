@@ -138,6 +138,8 @@ class ZeroScrolls(Unmoved, Generated):
             id, text, output, start, end, separator = (row[column] for column in COLUMNS)
             if not all(isinstance(text, str) for text in (id, text, output, separator)):
                 raise TypeError("not strings")
+            if not all(type(index) is int for index in (start, end)):
+                raise TypeError("not indices")
             if not 0 <= start <= end <= len(text):
                 raise ValueError("indices outside of input")
         except (KeyError, TypeError, ValueError) as error:

@@ -363,7 +363,7 @@ def test_a_hub_id_is_downloaded_without_pickles_and_kept_for_offline_use(resolve
     assert resolve_from("http://127.0.0.1:9", "org/name", tmp_path) == str(folder)
 
 
-def test_a_revision_of_a_hub_model(hub, tmp_path):
+def test_a_revision_of_a_hub_model(resolve_from, hub, tmp_path):
     newest = Path(resolve_from(hub, "org/name", tmp_path, more="{'revision': 'main'}"))
     for revision in ("v1", Hub.sha_of_older):
         folder = Path(resolve_from(hub, "org/name", tmp_path, more=f"{{'revision': {revision!r}}}"))
@@ -377,7 +377,7 @@ def test_a_revision_of_a_hub_model(hub, tmp_path):
     assert "revision 'v2' was not downloaded before" in resolve_from(offline, "org/name", tmp_path, more="{'revision': 'v2'}")
 
 
-def test_a_tokenizer_of_the_hub_needs_no_weights(hub, tmp_path):
+def test_a_tokenizer_of_the_hub_needs_no_weights(resolve_from, hub, tmp_path):
     folder = Path(resolve_from(hub, "org/tokenizer", tmp_path, more="{'weights': False}"))
     assert [file.name for file in folder.iterdir()] == ["tokenizer.json"]
     assert resolve_from(hub, "org/tokenizer", tmp_path).startswith("error: ")

@@ -452,7 +452,7 @@ def test_the_hook_in_torch(folders, factors_file, tmp_path):
         apply_layer_factors(own, json.loads(factors_file.read_text()) | {"applies_to": "x"})
     # A folder exported for another model works there; its factors do not go with a third one.
     flags = ["--model", str(folders["rope"]), "--factors", str(factors_file), "--output-path", str(tmp_path / "out")]
-    assert export.main([*flags, "--other-model", "--no-self-test"]) == 0
+    assert export.main([*flags, "--other-model", "--no-self-test", "--to", "hf-hook"]) == 0
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     apply_layer_factors(exported).close()
     record = json.loads((tmp_path / "out/config.json").read_text())["lpes_factors"]

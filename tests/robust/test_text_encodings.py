@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from lpes_jax.errors import UserError
+from lpes_jax.evaluation import json_line
 from lpes_jax.factors import LayerFactors
 from lpes_jax.search.plain_text import text_windows
 from lpes_jax.tasks import make_task
@@ -138,3 +139,9 @@ def test_any_rows_are_read_as_they_were_written(tmp_path_factory, rows, marked, 
     path = tmp_path_factory.getbasetemp() / ("any.jsonl.gz" if zipped else "any.jsonl")
     write(path, "".join(json.dumps(row) + "\n" for row in rows), "utf-8-sig" if marked else "utf-8")
     assert [row for _, row in json_rows(path, (), "a row")] == rows
+
+
+def test_a_sample_is_one_line_whatever_its_text_holds():
+    record = {"output": "a\x0b\x0c\x1c\x1d\x1e\x85b\u2028c\u2029d\r\ne é 日"}
+    line = json_line(record)
+    assert len(line.splitlines()) == 1 and json.loads(line) == record and "é 日" in line
