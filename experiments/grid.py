@@ -28,7 +28,7 @@ from lpes_jax.evaluation import BASELINE, Candidate, Outcome, default_metrics, e
 from lpes_jax.factors import LayerFactors, read_json
 from lpes_jax.models.llama import Loaded, load
 from lpes_jax.search import SearchSettings, preset, run_search
-from lpes_jax.search.fitness import fit
+from lpes_jax.search.scorers import fit
 from lpes_jax.settings.search import as_record
 from lpes_jax.store.files import write_json, write_text
 from lpes_jax.tasks.flags import task_of, title_of

@@ -32,7 +32,7 @@ class GeneratedScorer:
     `correct` is that figure; `log_likelihood` is 0, nothing is teacher-forced, or NaN where logits were not finite.
     """
 
-    compilations = 0
+    has_likelihood = False
     individuals_at_once = 1
 
     def __init__(

@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +66,58 @@ class Scores(NamedTuple):
 
     correct: Bool[np.ndarray, "P N"] | Float[np.ndarray, "P N"]
     log_likelihood: Float[np.ndarray, "P N"]
+
+
+class PopulationScorer(Protocol):
+    """What scores populations on a fixed set of prompts.
+
+    `answer_tokens`: of each prompt's shortest answer; `individuals_at_once`: of one pass over all devices; `has_likelihood`:
+    whether `Scores.log_likelihood` says anything but that logits were finite.
+    """
+
+    num_prompts: int
+    answer_tokens: Int[np.ndarray, "N"]
+    has_likelihood: bool
+
+    @property
+    def individuals_at_once(self) -> int: ...
+
+    def __call__(
+        self,
+        factors: Float[np.ndarray, "P ..."],
+        granularity: Granularity = "layer",
+        on_prompts: Callable[[int], None] = lambda count: None,
+        *,
+        gains: Float[np.ndarray, "P ..."] | None = None,
+        gains_granularity: Granularity = "layer",
+    ) -> Scores:
+        """Scores of each individual on each prompt. `on_prompts` is told how many (individual, prompt) pairs were done."""
+        ...
+
+
+class LikelihoodScorer(PopulationScorer, Protocol):
+    """A scorer that teacher-forces answers or options; it scores methods as well.
+
+    `longest`: tokens of the longest prompt with its answer; `compilations`: shapes compiled so far.
+    """
+
+    @property
+    def longest(self) -> int: ...
+
+    @property
+    def compilations(self) -> int: ...
+
+    def lengthen(self, longest: int) -> None:
+        """Make the RoPE table for texts of so many tokens."""
+        ...
+
+    def of_method(self, method: Method, on_prompts: Callable[[int], None] = lambda count: None) -> Scores:
+        """Scores of one method (made for `longest` tokens), P = 1."""
+        ...
+
+    def sequences(self, prompt: int) -> list[list[int]]:
+        """The token ids that the scores of a prompt are of."""
+        ...
 
 
 def batch_scores(
@@ -209,6 +261,8 @@ class Scorer:
     computes every row on its own. `compilations` counts compiled shapes, and `tokens_saved` is the share of the rows' tokens
     that sharing leaves out. Of several processes, all make the same calls.
     """
+
+    has_likelihood = True
 
     def __init__(
         self,
@@ -447,6 +501,8 @@ class OptionScorer:
     `correct`: the gold option is the likeliest (of equals the first). `log_likelihood`: of the gold one among the options.
     Both as `Scores` has them where the logits of one of the options are not finite.
     """
+
+    has_likelihood = True
 
     def __init__(
         self,

@@ -21,10 +21,12 @@ from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.prefixes import families
 from lpes_jax.rope import RopeTable
-from lpes_jax.search.fitness import Fitness, Group, Individuals
+from lpes_jax.search.fitness import Fitness
 from lpes_jax.search.genetic import CROSSOVER, FAILED_CROSSOVER, INITIAL, MUTATION, Lineage, PaperGA
 from lpes_jax.search.gradient import Apply, Look, LossNotFinite, Parameters, State, descend, initial_state
+from lpes_jax.search.individuals import Individuals
 from lpes_jax.search.minibatches import Data, Examples, Share, by_length, pack, prompts_of_a_tree, shared_trees, sizes
+from lpes_jax.search.objective import Group
 from lpes_jax.search.plain_text import split_windows
 from lpes_jax.search.settings import check_gradient, lattice_of
 from lpes_jax.search.space import LEAST_GAP, Numbers, Space
@@ -120,7 +122,7 @@ class Strategy:
         return columns
 
     def run(self, model: Llama, tokenizer: Tokenizer, prompts: Sequence[Sequence[Prompt]], fitness: Fitness) -> None:
-        fitness.settings = self.settings
+        fitness.max_evaluations = self.individuals
         generations = math.ceil(self.individuals / self.settings.ga.population_size)
 
         def score(generation: int, genes: Float[np.ndarray, "P N"]) -> Float[np.ndarray, "P"]:
@@ -162,7 +164,7 @@ class Gradient:
         self.parameters, self.project, self.values = box_parameters(self.gradient, space)
 
     def run(self, model: Llama, tokenizer: Tokenizer, prompts: Sequence[Sequence[Prompt]], fitness: Fitness) -> None:
-        train, held_back, longest = self.data(model, tokenizer, prompts, fitness.groups, fitness.weights)
+        train, held_back, longest = self.data(model, tokenizer, prompts, fitness.objective.groups, fitness.objective.weights)
         self.sizes = sizes(train, held_back, self.gradient.minibatch_size)
         apply = factors_applied(self.space, self.values, model.config.rope_table(longest))
         folder = fitness.folder
@@ -209,8 +211,8 @@ class Gradient:
             if look.text_quarters:
                 text += f" (quarters of the longest {' '.join(f'{loss:.4f}' for loss in look.text_quarters)})"
             losses = " ".join(f"{loss:.3f}" for loss in look.task_losses)
-            if fitness.groups:
-                named = zip(fitness.groups, look.task_losses, look.accuracies, strict=True)
+            if fitness.objective.groups:
+                named = zip(fitness.objective.groups, look.task_losses, look.accuracies, strict=True)
                 told = (f"{group.title} {loss:.3f} ({100 * right:.0f} % right)" for group, loss, right in named)
                 losses = f"(nats an answer): {'; '.join(told)}"
             fitness.progress.note(f"step {look.step}/{self.gradient.steps}  loss on held-back questions {losses}{text}")

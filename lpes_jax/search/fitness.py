@@ -1,43 +1,31 @@
 """The fitness of individuals on the search examples, and the history of a run.
 
-It is the weighted sum over the search positions of the same examples' accuracy (section 3.2), or of their mean answer
-log-likelihood. Of a mixture it is the sum over its tasks of their weight times this. Individuals with the same factors and
-gains are scored once; in a race (racing.py), hopeless ones on a part of the examples.
+What a fitness is stands in objective.py. Individuals with the same factors and gains are scored once; in a race (racing.py),
+hopeless ones on a part of the examples.
 
-Letters: P population, L layers, N prompts, U units of a race.
+Letters: P population, L layers, n prompts.
 """
 
-import itertools
-import math
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from lpes_jax.errors import UserError
-from lpes_jax.factors import array_of, json_of
+from lpes_jax.factors import array_of
 from lpes_jax.finite import WAY_OUT, describe_layer, shown
-from lpes_jax.generation import GeneratedScorer
-from lpes_jax.mesh import make_mesh, mesh_of
-from lpes_jax.models.llama.config import LlamaConfig
-from lpes_jax.models.llama.model import Llama
-from lpes_jax.models.llama.sharding import put_model
 from lpes_jax.report.progress import SearchProgress
 from lpes_jax.rope import Granularity
-from lpes_jax.scoring import OptionScorer, Scorer, Scores
+from lpes_jax.scoring import PopulationScorer, Scores
 from lpes_jax.search import racing
-from lpes_jax.search.racing import Bar, StagedScorer
+from lpes_jax.search.individuals import Individuals
+from lpes_jax.search.objective import Objective
+from lpes_jax.search.racing import Bar, Race
 from lpes_jax.search.stop import BudgetSpent, GracefulStop
-from lpes_jax.settings.search import SearchSettings
 from lpes_jax.store.run_folder import RunFolder
-from lpes_jax.tasks import prompts as task_prompts
-from lpes_jax.tasks.leaks import count_leaky
-from lpes_jax.tasks.prompts import Prompt, Task
 
 # What the model says of an individual; the last three where they apply. `raced` is the share of the examples that it was scored
 # on before a race dropped it, with which its accuracies are of these and its fitness is an estimate; `values` are what a race
@@ -45,100 +33,32 @@ from lpes_jax.tasks.prompts import Prompt, Task
 SCORES = ("fitness", "accuracy", "log_likelihood", "not_finite", "raced", "values")
 
 
-class Individuals(NamedTuple):
-    """Factors `[P, L, *units]`, and gains or None where they are not learnt; or those of one individual, without P."""
-
-    factors: Float[np.ndarray, "..."]
-    gains: Float[np.ndarray, "..."] | None = None
-
-    @classmethod
-    def of(cls, factors: Any, gains: Any = None) -> "Individuals":
-        """On the host."""
-        return cls(np.asarray(factors), None if gains is None else np.asarray(gains))
-
-    def at(self, chosen: Any) -> "Individuals":
-        """One of them, by its number, or some."""
-        return Individuals(self.factors[chosen], None if self.gains is None else self.gains[chosen])
-
-    @property
-    def key(self) -> tuple:
-        """Of one individual: what its scores hang on."""
-        factors = self.factors.shape, self.factors.tobytes()
-        return factors if self.gains is None else (*factors, self.gains.shape, self.gains.tobytes())
-
-    @property
-    def record(self) -> dict[str, list]:
-        """Of one individual, as the history has it."""
-        record = {"factors": rounded(self.factors)}
-        return record if self.gains is None else record | {"gains": rounded(self.gains)}
-
-
 # (prompt, individual or None for the model as it is, granularities) -> layer
 Trace = Callable[[int, Individuals | None, tuple[Granularity, Granularity]], int | str | None]
-
-
-class JoinedScorer:
-    """Several scorers one behind the other, each of the prompts of some tasks: a mixture with options and without."""
-
-    def __init__(self, scorers: Sequence[Scorer | OptionScorer]):
-        self._scorers = scorers
-        self.longest = max(scorer.longest for scorer in scorers)
-        for scorer in scorers:
-            scorer.lengthen(self.longest)
-        self.num_prompts = sum(scorer.num_prompts for scorer in scorers)
-        self.answer_tokens = np.concatenate([scorer.answer_tokens for scorer in scorers])
-        self.individuals_at_once = max(scorer.individuals_at_once for scorer in scorers)
-
-    def __call__(
-        self,
-        factors: Float[np.ndarray, "P ..."],
-        granularity: Granularity = "layer",
-        on_prompts: Callable[[int], None] = lambda count: None,
-        **gains: Any,
-    ) -> Scores:
-        """As `Scorer`'s."""
-        parts = [scorer(factors, granularity, on_prompts, **gains) for scorer in self._scorers]
-        return Scores(*(np.concatenate(of_all, axis=1) for of_all in zip(*parts, strict=True)))
-
-
-@dataclass(frozen=True)
-class Group:
-    """The prompts of one task of a mixture, which follow each other: `count` of them, question by question.
-
-    `positions` of a question's prompts, and their weights, which sum to 1; `share` of the task, of 1 in all.
-    """
-
-    title: str
-    count: int
-    positions: tuple[int, ...]
-    weights: tuple[float, ...]
-    share: float
 
 
 class Fitness:
     """Scores generations and keeps the history: `records` are the lines of history.jsonl.
 
-    `first_bad_layer` says where a score became NaN or infinite (`lpes_jax.finite`). `groups`: the tasks of a mixture; without
-    them all prompts are asked at the same positions.
+    `first_bad_layer` says where a score became NaN or infinite (`lpes_jax.finite`); `granularities` are of factors and gains;
+    `max_evaluations` (None: no bound) are the individuals that may be scored; `race`: None to score all on everything.
     """
 
     def __init__(
         self,
-        settings: SearchSettings,
-        scorer: Scorer | OptionScorer | GeneratedScorer | StagedScorer | JoinedScorer,
+        scorer: PopulationScorer,
+        objective: Objective,
         first_bad_layer: Trace,
-        positions: Sequence[int],
         granularities: tuple[Granularity, Granularity],
         folder: RunFolder,
         progress: SearchProgress,
         stop: GracefulStop,
-        groups: Sequence[Group] = (),
+        max_evaluations: int | None = None,
+        race: Race | None = None,
     ):
-        self.groups = groups
-        self.settings, self.scorer, self.folder, self.progress, self.stop = settings, scorer, folder, progress, stop
-        self.first_bad_layer, self.positions = first_bad_layer, positions
-        self.granularities = granularities  # of factors and gains
-        self.weights = settings.objective.weights if len(positions) == len(settings.objective.search_positions) else (1.0,)
+        self.scorer, self.objective, self.race = scorer, objective, race
+        self.folder, self.progress, self.stop = folder, progress, stop
+        self.first_bad_layer, self.granularities, self.max_evaluations = first_bad_layer, granularities, max_evaluations
         self.records: list[dict[str, Any]] = []
         self.evaluations = 0  # individuals that the model scored, on all examples or in a race: factors that had not been seen
         self._prompts_saved = 0
@@ -174,8 +94,8 @@ class Fitness:
         best = f"best {self.best['fitness']:.4f}" if self.records and self.best["fitness"] is not None else ""
         self.progress.note(f"generation {number}/{of}  {best}")
         before = len(self.records)
-        bar = self._bar(rivals, keep) if self.settings.ga.race else None
-        at_once = len(drafts) if bar else self.scorer.individuals_at_once  # who is dropped must not hang on blocks
+        bar = self._bar(rivals, keep)
+        at_once = len(drafts) if bar else self.scorer.individuals_at_once  # who is dropped must not depend on blocks
         for start in range(0, len(drafts), at_once):
             block = slice(start, start + at_once)
             self._block(drafts[block], individuals.at(block), bar)
@@ -219,82 +139,72 @@ class Fitness:
         self, individuals: Individuals, granularities: tuple[Granularity, Granularity], bar: Bar | None = None
     ) -> list[dict[str, Any]]:
         """What the history says of them, scored where they have not been seen: on all examples, or in a race to a bar."""
-        keys = [individuals.at(at).key for at in range(len(individuals.factors))]
+        keys = [individuals.at(number).key for number in range(len(individuals.factors))]
         unseen: dict[tuple, int] = {}
-        for at, key in enumerate(keys):
+        for number, key in enumerate(keys):
             if key not in self._seen:
-                unseen.setdefault(key, at)
+                unseen.setdefault(key, number)
         self.progress.skip((len(keys) - len(unseen)) * self.scorer.num_prompts)
         if unseen:
             rows = individuals.at(list(unseen.values()))
-            if bar is None:
-                correct, likelihood = self._scored(rows, granularities)
-                found = [
-                    self._summary(rows.at(at), granularities, correct[at], likelihood[at]) for at in range(len(rows.factors))
-                ]
-            else:
-                found = self._raced(rows, bar)
+            found = self._scored_on_all(rows, granularities) if bar is None else self._raced(rows, bar)
             self.evaluations += len(unseen)
             self._seen |= zip(unseen, found, strict=True)
         return [self._seen[key] for key in keys]
 
-    def _scored(self, rows: Individuals, granularities: tuple[Granularity, Granularity], **more: Any) -> Scores:
-        """What the model says of them; `more` is for a scorer in stages."""
-        of_factors, of_gains = granularities
-        more |= {} if rows.gains is None else {"gains": rows.gains, "gains_granularity": of_gains}
-        return self.scorer(rows.factors, of_factors, on_prompts=self.progress.prompts, **more)
+    def _scored_on_all(self, rows: Individuals, granularities: tuple[Granularity, Granularity]) -> list[dict[str, Any]]:
+        """The summaries of individuals on all examples."""
+        scores = self._scores(self.scorer, rows, granularities)
+        return [self._summary(rows.at(row), granularities, *of_row) for row, of_row in enumerate(zip(*scores, strict=True))]
+
+    def _raced(self, rows: Individuals, bar: Bar) -> list[dict[str, Any]]:
+        """The summaries of a generation's new individuals after their race."""
+        race, found = self.race, []
+        assert race is not None
+
+        def score(stage: int, chosen: Int[np.ndarray, "n"]) -> Scores:
+            return self._scores(partial(race.scorer, stages=[stage]), rows.at(chosen), self.granularities)
+
+        for row, result in enumerate(race.run(score, len(rows.factors), bar)):
+            summary = self._summary(rows.at(row), self.granularities, result.correct, result.log_likelihood, result.prompts)
+            found.append(summary if result.estimate is None else summary | {"fitness": round(result.estimate, 9)})
+            self._save(self.scorer.num_prompts - len(result.correct))
+        return found
+
+    def _scores(
+        self, score: Callable[..., Scores], rows: Individuals, granularities: tuple[Granularity, Granularity]
+    ) -> Scores:
+        """What the model says of individuals."""
+        factors_granularity, gains_granularity = granularities
+        gains = {} if rows.gains is None else {"gains": rows.gains, "gains_granularity": gains_granularity}
+        return score(rows.factors, factors_granularity, on_prompts=self.progress.prompts, **gains)
 
     def _bar(self, rivals: Sequence[int], keep: int) -> Bar | None:
-        """What a generation races to. Nothing where a rival has not been scored on everything, with finite scores."""
+        """What a generation races to. None without a race, and where a rival has no finite scores on everything."""
         values = [self.records[rival].get("values") for rival in rivals]
-        if not (rivals or keep) or None in values:
+        if self.race is None or not (rivals or keep) or None in values:
             return None
-        units = self.scorer.bounds[-1] if isinstance(self.scorer, StagedScorer) else 0
         try:
-            return Bar(np.array([racing.from_text(text) for text in values if text]).reshape(len(values), units), keep)
+            return self.race.bar([text for text in values if text], keep)
         except ValueError as error:
             raise UserError(
                 f"--resume: the values of an individual in {self.folder.history_path} are not those of a race; give another "
                 "--output-path"
             ) from error
 
-    def _raced(self, rows: Individuals, bar: Bar) -> list[dict[str, Any]]:
-        """The summaries of a generation's new individuals after their race."""
-        scorer = self.scorer
-        assert isinstance(scorer, StagedScorer)
-        shape = len(rows.factors), scorer.num_prompts
-        correct, likelihood = np.zeros(shape, bool), np.zeros(shape, np.float32)
-
-        def score(stage: int, chosen: np.ndarray) -> np.ndarray:
-            new = self._scored(rows.at(chosen), self.granularities, stages=[stage])
-            correct[chosen] |= new.correct
-            likelihood[chosen] += new.log_likelihood
-            return self._values(*new)[:, scorer.bounds[stage] : scorer.bounds[stage + 1]]
-
-        values, scored = racing.race(score, len(rows.factors), scorer.bounds, bar, self._most_of_a_prompt())
-        estimates = racing.estimates(values, scored, bar)
-        found = []
-        for at in range(len(rows.factors)):
-            prompts = scorer.prompts_of(scorer.bounds.index(scored[at]))
-            part = None if len(prompts) == scorer.num_prompts else prompts
-            summary = self._summary(rows.at(at), self.granularities, correct[at, prompts], likelihood[at, prompts], part)
-            found.append(summary | ({"fitness": round(estimates[at], 9)} if at in estimates else {}))
-            self._save(scorer.num_prompts - len(prompts))
-        return found
-
     def _save(self, prompts: int) -> None:
         self._prompts_saved += prompts
         self.progress.skip(prompts)
 
     def _block(self, drafts: list[dict[str, Any]], individuals: Individuals, bar: Bar | None) -> None:
-        rows = [individuals.at(at) for at in range(len(drafts))]
+        rows = [individuals.at(number) for number in range(len(drafts))]
         keys = [row.key for row in rows]
         cached = [key in self._seen or key in keys[:i] for i, key in enumerate(keys)]
         fits = self._within_budget(cached)
         drafts = [
             draft | row.record | {"cached": known} for draft, row, known in zip(drafts[:fits], rows, cached, strict=False)
         ]
-        parts = [group.title for group in self.groups] or [str(position) for position in self.positions]  # of an accuracy
+        parts = self.objective.accuracy_keys
         recorded = self.folder.recorded[len(self.records) : len(self.records) + len(drafts)]
         for draft, record in zip(drafts, recorded, strict=False):
             self.folder.must_continue(draft, record)
@@ -306,21 +216,21 @@ class Fitness:
             self.progress.skip(len(recorded) * self.scorer.num_prompts)
             summaries = [{name: record[name] for name in SCORES if name in record} for record in recorded]
             self._seen |= zip(keys, summaries, strict=False)
-        else:  # a block that was cut is scored again as a whole: likelihoods may hang on who is scored together, by a digit
+        else:  # a block that was cut is scored again as a whole: likelihoods may depend in a digit on who is scored together
             summaries = self._summaries(individuals.at(slice(fits)), self.granularities, bar)
         records = recorded + [draft | summary for draft, summary in zip(drafts, summaries, strict=True)][len(recorded) :]
         self.folder.append(records[len(recorded) :])
         self.records += records
         self.stop.check()
-        if fits < len(cached) or self.evaluations == self.settings.ga.max_evaluations:
+        if fits < len(cached) or self.evaluations == self.max_evaluations:
             raise BudgetSpent
 
     def _within_budget(self, cached: list[bool]) -> int:
         """How many individuals, from the first, need no more evaluations than are left."""
-        if self.settings.ga.max_evaluations is None:
+        if self.max_evaluations is None:
             return len(cached)
         needed = np.cumsum([not known for known in cached])
-        return int((needed <= self.settings.ga.max_evaluations - self.evaluations).sum())
+        return int((needed <= self.max_evaluations - self.evaluations).sum())
 
     def _summary(
         self,
@@ -331,109 +241,17 @@ class Fitness:
         prompts: Int[np.ndarray, "n"] | None = None,
     ) -> dict[str, Any]:
         """What the history says of scores, of all prompts or of some by their numbers."""
-        if self.groups:
-            return self._summary_by_task(individual, granularities, correct, log_likelihood)
-        places = len(self.positions)
-        answer_tokens = self.scorer.answer_tokens if prompts is None else self.scorer.answer_tokens[prompts]
-        accuracy = correct.reshape(-1, places).mean(axis=0, dtype=np.float64)
-        likelihood = log_likelihood.reshape(-1, places).astype(np.float64)
-        # The geometric mean of the answer tokens' probabilities: in (0, 1], whatever the answer's length.
-        probability = np.exp(likelihood / answer_tokens.reshape(-1, places)).mean(axis=0)
-        weights = np.array(self.weights)
-        finite = bool(np.isfinite(likelihood).all())
-        by_text = isinstance(self.scorer, GeneratedScorer)  # which has no likelihood
-        if self.settings.objective.fitness == "log_likelihood":
-            fitness = float(weights @ likelihood.mean(axis=0))
-        else:
-            fitness = float(weights @ accuracy)
-            if self.settings.objective.tie_break and not by_text:
-                fitness += tie_break_scale(weights.tolist(), len(likelihood)) * float(weights @ probability)
-        summary = {
-            "fitness": round(fitness, 9) if finite else None,
-            "accuracy": {str(position): value for position, value in zip(self.positions, accuracy.tolist(), strict=True)},
-            "log_likelihood": {
-                str(position): round(value, 4) if finite and not by_text else None
-                for position, value in zip(self.positions, likelihood.mean(axis=0).tolist(), strict=True)
-            },
-        }
+        summary = self.objective.summary(correct, log_likelihood, prompts)
+        finite = summary["fitness"] is not None
         if not finite:  # the first prompt with such a score, and the layer in which it arises
             first = int(np.flatnonzero(~np.isfinite(log_likelihood))[0])
             first = first if prompts is None else int(prompts[first])
             summary["not_finite"] = {"prompt": first, "first_layer": self.first_bad_layer(first, individual, granularities)}
         if prompts is not None:
             summary["raced"] = len(prompts) / self.scorer.num_prompts
-        elif self.settings.ga.race and finite:
-            summary["values"] = racing.to_text(self._values(correct[None], log_likelihood[None])[0])
+        elif self.race is not None and finite:
+            summary["values"] = racing.to_text(self.race.values(correct[None], log_likelihood[None])[0])
         return summary
-
-    def _summary_by_task(
-        self,
-        individual: Individuals,
-        granularities: tuple[Granularity, Granularity],
-        correct: np.ndarray,
-        log_likelihood: np.ndarray,
-    ) -> dict[str, Any]:
-        """The same of a mixture: accuracy and log-likelihood are of each task by its title."""
-        finite = bool(np.isfinite(log_likelihood).all())
-        scale, start, fitness, tie_break = self._tie_break_of_groups(), 0, 0.0, 0.0
-        of_tasks: dict[str, dict[str, Any]] = {"accuracy": {}, "log_likelihood": {}}
-        for group in self.groups:
-            part = slice(start, start + group.count)
-            shape, start = (-1, len(group.positions)), start + group.count
-            accuracy = correct[part].reshape(shape).mean(axis=0, dtype=np.float64)
-            likelihood = log_likelihood[part].reshape(shape).astype(np.float64)
-            weights = np.array(group.weights)
-            if self.settings.objective.fitness == "log_likelihood":
-                fitness += group.share * float(weights @ likelihood.mean(axis=0))
-            else:
-                probability = np.exp(likelihood / self.scorer.answer_tokens[part].reshape(shape)).mean(axis=0)
-                fitness += group.share * float(weights @ accuracy)
-                tie_break += group.share * float(weights @ probability)
-            means = zip(group.positions, accuracy.tolist(), likelihood.mean(axis=0).tolist(), strict=True)
-            for position, right, likely in means:
-                of_tasks["accuracy"].setdefault(group.title, {})[str(position)] = right
-                of_tasks["log_likelihood"].setdefault(group.title, {})[str(position)] = round(likely, 4) if finite else None
-        summary = {"fitness": round(fitness + scale * tie_break, 12) if finite else None, **of_tasks}
-        if not finite:
-            first = int(np.flatnonzero(~np.isfinite(log_likelihood))[0])
-            summary["not_finite"] = {"prompt": first, "first_layer": self.first_bad_layer(first, individual, granularities)}
-        return summary
-
-    def _tie_break_of_groups(self) -> float:
-        """`tie_break_scale` of all tasks: how far two fitnesses are apart at least, halved; 0 where ties stay."""
-        if self.settings.objective.fitness == "log_likelihood" or not self.settings.objective.tie_break:
-            return 0.0
-        # A verdict of one prompt changes the fitness by one of these; what has no common measure is told apart to a hundredth.
-        changes = [
-            group.share * weight * len(group.positions) / group.count
-            for group in self.groups
-            for weight in group.weights
-            if weight > 0
-        ]
-        fractions = [Fraction(change).limit_denominator(10**6) for change in changes]
-        denominator = math.lcm(*(fraction.denominator for fraction in fractions))
-        common = math.gcd(*(int(fraction * denominator) for fraction in fractions)) / denominator
-        return max(common, min(changes) / 100) / 2
-
-    def _values(self, correct: np.ndarray, log_likelihood: np.ndarray) -> Float[np.ndarray, "P U"]:
-        """What a race compares: values of its units, whose mean is the fitness; NaN where a score is not finite."""
-        scorer, weights = self.scorer, np.array(self.weights)
-        assert isinstance(scorer, StagedScorer)
-        shape = len(correct), -1, len(self.positions)
-        likelihood = np.where(np.isfinite(log_likelihood), log_likelihood, np.nan).astype(np.float64)
-        if self.settings.objective.fitness == "log_likelihood":
-            of_prompts = likelihood
-        else:
-            questions = correct.shape[1] // len(self.positions)
-            scale = tie_break_scale(self.weights, questions) if self.settings.objective.tie_break else 0.0
-            of_prompts = correct + scale * np.exp(likelihood / scorer.answer_tokens)
-        return scorer.by_unit(of_prompts.reshape(shape) @ weights)
-
-    def _most_of_a_prompt(self) -> float:
-        """How much one verdict changes the value of a unit."""
-        scorer = self.scorer
-        assert isinstance(scorer, StagedScorer)
-        return 0.0 if self.settings.objective.fitness == "log_likelihood" else scorer.of_question * max(self.weights)
 
 
 def _told(record: dict[str, Any]) -> str:
@@ -446,141 +264,3 @@ def _told(record: dict[str, Any]) -> str:
 def _count(records: Sequence[dict[str, Any]]) -> str:
     bad = sum(record["fitness"] is None for record in records)
     return f"{bad} of {len(records)} have scores that are not finite"
-
-
-def tie_break_scale(weights: Sequence[float], examples: int) -> float:
-    """Half of the smallest difference that two weighted accuracies can have: what is added for likelihood stays below it.
-
-    Weights are taken as decimals; two accuracies differ by a multiple of their greatest common divisor over `examples`.
-    """
-    fractions = [Fraction(str(weight)) for weight in weights if weight > 0]
-    denominator = math.lcm(*(fraction.denominator for fraction in fractions))
-    return math.gcd(*(int(fraction * denominator) for fraction in fractions)) / denominator / examples / 2
-
-
-def groups_of(
-    titles: Sequence[str],
-    shares: Sequence[float],
-    places: Sequence[Sequence[tuple[int, int]]],
-    prompts: Sequence[Sequence[Prompt]],
-    weights: tuple[float, ...],
-) -> list[Group]:
-    """The tasks of a mixture; one without positions has the weight 1 there."""
-    groups = []
-    for title, share, of_task, asked in zip(titles, shares, places, prompts, strict=True):
-        positions = tuple(position for _, position in of_task)
-        own = weights if len(positions) == len(weights) else (1.0,)
-        groups.append(Group(title, len(asked), positions, own, share))
-    return groups
-
-
-def search_prompts(
-    settings: SearchSettings,
-    config: LlamaConfig,
-    task: Task,
-    tokenizer: Any,
-    examples: Sequence[Any],
-    places: Sequence[tuple[int, int]],
-    counts: Counter[str],
-) -> list[Prompt]:
-    """The prompts that a task's search examples are scored on, question by question; `counts` gets those of `count_leaky`.
-
-    Raises UserError where the task cannot be scored in the way that is asked for.
-    """
-    by_text = settings.objective.fitness == "metric" and task.decided_by == "generation"
-    prompts = [task.prompt(example, *place) for example in examples for place in places]
-    prompts, of_task = count_leaky(prompts, settings.questions.drop_leaky)
-    counts.update(of_task)
-    prompts = fit(settings, config, task, tokenizer, prompts, by_text)
-    if not by_text and not task_prompts.short_answers(prompts):
-        wanted = "--algorithm gradient" if settings.algorithm == "gradient" else f"--fitness {settings.objective.fitness}"
-        raise UserError(f"{wanted}: --task {task.name} has no short answers to expect; use --fitness metric")
-    return prompts
-
-
-def make_scorer(
-    settings: SearchSettings,
-    model: Llama,
-    tokenizer: Any,
-    tasks: Sequence[Task],
-    prompts: Sequence[Sequence[Prompt]],
-    stop_ids: Sequence[int],
-) -> Scorer | OptionScorer | GeneratedScorer | StagedScorer | JoinedScorer:
-    """What scores the search prompts of all tasks: by generated text tasks of one kind alone.
-
-    Raises UserError for too few to race on.
-    """
-    everything, task = [prompt for of_task in prompts for prompt in of_task], tasks[0]
-    if settings.objective.fitness == "metric" and task.decided_by != "options":
-        metric, new_tokens = task.metrics[0], _new_tokens(settings, task)
-
-        def score(output: str, prompt: Prompt) -> float:
-            return task.score(task_prompts.before_stop(output, task.stop), prompt)[metric]
-
-        return GeneratedScorer(
-            model,
-            tokenizer,
-            everything,
-            score,
-            max_new_tokens=new_tokens,
-            stop_ids=stop_ids,
-            batch_size=settings.devices.batch_size,
-        )
-
-    def of_prompts(chosen: Sequence[int], decided_by: str = task.decided_by) -> Scorer | OptionScorer:
-        asked = [everything[at] for at in chosen]
-        if decided_by == "options":
-            return OptionScorer(placed, tokenizer, asked, batch_size=settings.devices.batch_size, individuals=individuals)
-        encoded = task_prompts.encode(asked, tokenizer, model.config.max_position_embeddings)
-        return Scorer(
-            placed,
-            encoded,
-            batch_size=settings.devices.batch_size,
-            population_chunk=settings.devices.population_chunk,
-            individuals=individuals,
-        )
-
-    of_algorithm = settings.ga.max_evaluations
-    if of_algorithm is None:
-        of_algorithm = settings.ga.population_size * (settings.ga.generations + 1)
-    individuals = settings.objective.uniform_candidates + (0 if settings.algorithm == "gradient" else of_algorithm)
-    placed = model
-    kinds = [it.decided_by for it, of_task in zip(tasks, prompts, strict=True) for _ in of_task]
-    if len(set(kinds)) > 1:
-        runs = [list(run) for _, run in itertools.groupby(range(len(kinds)), lambda at: kinds[at])]
-        return JoinedScorer([of_prompts(run, kinds[run[0]]) for run in runs])
-    if not settings.ga.race:
-        return of_prompts(range(len(everything)))
-    placed = put_model(model, mesh_of(model) or make_mesh())  # once, for all parts
-    places, units, questions = len(settings.objective.search_positions) if task.num_items > 1 else 1, [], 0
-    for of_task in prompts:
-        first = task_prompts.token_ids(tokenizer, [prompt.text for prompt in of_task[::places]])
-        units.append([[questions + at for at in unit] for unit in racing.units_of(first)])
-        questions += len(first)
-    return StagedScorer(of_prompts, racing.eighths(units, settings.run.seed), places)
-
-
-def fit(
-    settings: SearchSettings, config: LlamaConfig, task: Task, tokenizer: Any, prompts: Sequence[Prompt], generates: bool
-) -> list[Prompt]:
-    """The prompts as they fit the window. Raises UserError for those that do not, by `--overlength`."""
-    fitted = task_prompts.fit(
-        prompts,
-        tokenizer,
-        config.max_position_embeddings,
-        max_prompt_tokens=task.max_prompt_tokens,
-        new_tokens=_new_tokens(settings, task) if generates else 0,
-        overlength=settings.questions.overlength,
-    )
-    if prompts and not fitted.prompts:
-        raise UserError("--overlength skip leaves out all questions; use fewer items a prompt")
-    return fitted.prompts
-
-
-def _new_tokens(settings: SearchSettings, task: Task) -> int:
-    return task.max_new_tokens if settings.questions.max_new_tokens is None else settings.questions.max_new_tokens
-
-
-def rounded(factors: Float[np.ndarray, "L *units"]) -> list:
-    """Factors as the history has them; null for one that is infinite."""
-    return json_of(np.round(factors.astype(np.float64), 7))

@@ -22,9 +22,13 @@ from lpes_jax.models.llama.model import Llama
 from lpes_jax.report.progress import SearchProgress
 from lpes_jax.rope import Granularity
 from lpes_jax.same_model import facts
-from lpes_jax.search.fitness import Fitness, Group, Individuals, fit, groups_of, make_scorer, search_prompts
+from lpes_jax.search.fitness import Fitness
+from lpes_jax.search.individuals import Individuals
 from lpes_jax.search.mixture import Mixture
+from lpes_jax.search.objective import Group, Objective, groups_of
 from lpes_jax.search.plain_text import check_windows
+from lpes_jax.search.racing import Race
+from lpes_jax.search.scorers import fit, make_scorer, make_staged_scorer, search_prompts
 from lpes_jax.search.settings import scaled_layers, search_space
 from lpes_jax.search.space import Space
 from lpes_jax.search.stop import BudgetSpent, GracefulStop
@@ -119,10 +123,14 @@ def search(
                 task_prompts.encode(prompts[at], tokenizer, config.max_position_embeddings)
     everything = [prompt for of_task in prompts for prompt in of_task]
     asked = everything + asked_later
-    scorer = make_scorer(settings, model, tokenizer, tasks, prompts, stop_ids)
+    staged = make_staged_scorer(settings, model, tokenizer, tasks, prompts) if settings.ga.race else None
+    scorer = make_scorer(settings, model, tokenizer, tasks, prompts, stop_ids) if staged is None else staged
     groups: Sequence[Group] = ()
     if mixture is not None:
         groups = groups_of(mixture.titles, mixture.weights, searched, prompts, settings.objective.weights)
+    positions = tuple(position for _, position in searched[0])
+    objective = Objective(settings.objective, positions, scorer.answer_tokens, scorer.has_likelihood, groups)
+    race = None if staged is None else Race(staged, objective)
 
     def trace(prompt: int, row: Individuals | None, kinds: tuple[Granularity, Granularity]) -> int | str | None:
         [ids] = token_ids(tokenizer, [everything[prompt].text + (everything[prompt].answers or ("",))[0]])
@@ -143,13 +151,13 @@ def search(
         with process.saying(lambda: way_on):
             with SearchProgress(total) as progress:
                 with GracefulStop() as stop:
-                    positions = [position for _, position in searched[0]]
-                    fitness = Fitness(settings, scorer, trace, positions, space.granularities, folder, progress, stop, groups)
+                    budget = settings.ga.max_evaluations
+                    fitness = Fitness(scorer, objective, trace, space.granularities, folder, progress, stop, budget, race)
                     try:
                         algorithm.run(model, tokenizer, prompts, fitness)
                     except BudgetSpent:
                         pass
-                    budget, fitness.settings = fitness.evaluations, settings.replace(max_evaluations=None)
+                    spent, fitness.max_evaluations = fitness.evaluations, None
                     progress.note("tuning one uniform factor on the same examples")
                     uniform = _tuned_uniform(settings, fitness, config.num_layers)
                 progress.note("measuring on held-out questions")
@@ -179,7 +187,7 @@ def search(
                         "best_individual": best["id"],
                         "individuals": len(fitness.records),
                         "evaluations": fitness.evaluations,
-                        "evaluations_of_algorithm": budget,
+                        "evaluations_of_algorithm": spent,
                         "prompts_scored": fitness.prompts_scored,
                         "search_questions": dict(counts),
                         "uniform": uniform,
@@ -260,10 +268,10 @@ def _selection(settings: SearchSettings, fitness: Fitness, reports: Sequence[Rep
     Both at the search's positions and weights; held-out ones only if they were measured there, by the search's verdict.
     """
     best, task = fitness.best, reports[0].task
-    if fitness.groups:
+    if fitness.objective.groups:
         return _selection_by_task(fitness)
     if "accuracy" in best:
-        chosen = float(np.dot(fitness.weights, list(best["accuracy"].values())))
+        chosen = float(np.dot(fitness.objective.weights, list(best["accuracy"].values())))
     else:
         chosen = float(np.mean(best["accuracies"]))
     selection = {"chosen_of": len(fitness.records), "accuracy_where_chosen": chosen}
@@ -273,10 +281,10 @@ def _selection(settings: SearchSettings, fitness: Fitness, reports: Sequence[Rep
         for report in reports:
             [outcome] = [outcome for outcome in report.outcomes if outcome.candidate.name == name]
             columns = [position for _, position in report.places]
-            if verdict not in outcome.scores or not set(fitness.positions) <= set(columns):
+            if verdict not in outcome.scores or not set(fitness.objective.positions) <= set(columns):
                 return selection
-            at = [columns.index(position) for position in fitness.positions]
-            means.append(float(outcome.scores[verdict].mean(axis=0)[at] @ np.array(fitness.weights)))
+            at = [columns.index(position) for position in fitness.objective.positions]
+            means.append(float(outcome.scores[verdict].mean(axis=0)[at] @ np.array(fitness.objective.weights)))
         selection[label] = float(np.mean(means))
     return selection
 
@@ -287,9 +295,12 @@ def _selection_by_task(fitness: Fitness) -> dict[str, Any]:
 
     def by_task(record: dict[str, Any]) -> dict[str, float]:
         if "accuracies" in record:
-            return dict(zip((group.title for group in fitness.groups), record["accuracies"], strict=True))
+            return dict(zip((group.title for group in fitness.objective.groups), record["accuracies"], strict=True))
         of_tasks = record["accuracy"]
-        return {group.title: float(np.dot(group.weights, list(of_tasks[group.title].values()))) for group in fitness.groups}
+        return {
+            group.title: float(np.dot(group.weights, list(of_tasks[group.title].values())))
+            for group in fitness.objective.groups
+        }
 
     tasks = {title: {"accuracy_at_start": start} for title, start in by_task(first).items()}
     for title, accuracy in by_task(best).items():
@@ -297,7 +308,7 @@ def _selection_by_task(fitness: Fitness) -> dict[str, Any]:
     if "task_losses" in best:
         for of_task, before, now in zip(tasks.values(), first["task_losses"], best["task_losses"], strict=True):
             of_task |= {"loss_at_start": before, "loss": now}
-    chosen = sum(group.share * tasks[group.title]["accuracy"] for group in fitness.groups)
+    chosen = sum(group.share * tasks[group.title]["accuracy"] for group in fitness.objective.groups)
     return {"chosen_of": len(fitness.records), "accuracy_where_chosen": float(chosen), "tasks": tasks}
 
 

@@ -39,7 +39,8 @@ from scipy.special import stdtrit
 from lpes_jax.errors import UserError
 from lpes_jax.prefixes import families
 from lpes_jax.rope import Granularity
-from lpes_jax.scoring import OptionScorer, Scorer, Scores
+from lpes_jax.scoring import LikelihoodScorer, Scores
+from lpes_jax.search.objective import Objective
 
 STAGES = ((0,), (1,), (2, 3), (4, 5, 6, 7))  # the eighths that each stage adds
 CONFIDENCE = 0.95
@@ -111,13 +112,13 @@ def estimates(values: Float[np.ndarray, "P U"], scored: Int[np.ndarray, "P"], ba
     whole, finite = scored == values.shape[1], np.isfinite(values).all(axis=1)
     finished, found = values[whole & finite], {}
     known, ceiling = np.concatenate([bar.rivals, finished]), bar.ceiling(finished)
-    for at in np.flatnonzero(~whole & finite):
-        part = slice(scored[at])
-        estimate = values[at, part].mean()
+    for individual in np.flatnonzero(~whole & finite):
+        part = slice(scored[individual])
+        estimate = values[individual, part].mean()
         if ceiling is not None:
             gained = (known.mean(axis=1) - known[:, part].mean(axis=1)).mean()
             estimate = min(estimate + gained, ceiling - 1e-6 * max(1.0, abs(ceiling)))  # below it in float32, too
-        found[int(at)] = float(estimate)
+        found[int(individual)] = float(estimate)
     return found
 
 
@@ -153,18 +154,20 @@ def eighths(of_tasks: Sequence[Sequence[Sequence[int]]], seed: int) -> list[list
     for of_task in of_tasks:
         ends = np.arange(9) * len(of_task) // 8  # even: a quarter and a half have what they should
         for part, chosen in zip(parts, np.split(rng.permutation(len(of_task)), ends[1:-1]), strict=True):
-            part += [list(of_task[at]) for at in sorted(chosen)]
+            part += [list(of_task[unit]) for unit in sorted(chosen)]
     return parts
 
 
 class StagedScorer:
-    """A scorer for each eighth of the prompts, in the place of one of all; all by the same RoPE table.
+    """A scorer for each eighth of the prompts, instead of one for all; all by the same RoPE table.
 
-    `parts` are units of questions; a question has `places` prompts in turn. `make` makes the scorer of some prompts, by their
-    numbers.
+    `parts` are units of questions; a question has `per_question` prompts in turn. `make` makes the scorer of some prompts, by
+    their numbers.
     """
 
-    def __init__(self, make: Callable[[list[int]], Scorer | OptionScorer], parts: list[list[list[int]]], places: int):
+    has_likelihood = True
+
+    def __init__(self, make: Callable[[list[int]], LikelihoodScorer], parts: list[list[list[int]]], per_question: int):
         units = list(itertools.chain(*parts))
         self._starts = np.cumsum([0, *map(len, units[:-1])])
         self._questions = np.concatenate(units).astype(int)  # unit by unit
@@ -172,7 +175,7 @@ class StagedScorer:
         ends = np.cumsum([0, *map(len, parts)])
         self.bounds = [0, *(int(ends[stage[-1] + 1]) for stage in STAGES)]
         self._prompts = [
-            np.array([question * places + at for unit in part for question in sorted(unit) for at in range(places)])
+            np.array([question * per_question + i for unit in part for question in sorted(unit) for i in range(per_question)])
             for part in parts
         ]
         self._scorers = [make(prompts.tolist()) for prompts in self._prompts]
@@ -190,7 +193,7 @@ class StagedScorer:
 
     def prompts_of(self, stages: int) -> Int[np.ndarray, "n"]:
         """The prompts that the first `stages` of a race ask."""
-        return np.sort(np.concatenate([self._prompts[at] for stage in STAGES[:stages] for at in stage]))
+        return np.sort(np.concatenate([self._prompts[part] for stage in STAGES[:stages] for part in stage]))
 
     def __call__(
         self,
@@ -206,13 +209,65 @@ class StagedScorer:
         shape = len(factors), self.num_prompts
         scores = Scores(np.zeros(shape, bool), np.zeros(shape, np.float32))
         more: dict[str, Any] = {} if gains is None else {"gains": gains, "gains_granularity": gains_granularity}
-        for at in itertools.chain(*(STAGES[stage] for stage in stages)):
-            new = self._scorers[at](factors, granularity, on_prompts, **more)
-            for whole, part in zip(scores, new, strict=True):
-                whole[:, self._prompts[at]] = part
+        for part in itertools.chain(*(STAGES[stage] for stage in stages)):
+            new = self._scorers[part](factors, granularity, on_prompts, **more)
+            for of_all, of_part in zip(scores, new, strict=True):
+                of_all[:, self._prompts[part]] = of_part
         return scores
 
     def by_unit(self, by_question: Float[np.ndarray, "P Q"]) -> Float[np.ndarray, "P U"]:
         """Sums over units, times `of_question`: their mean is the mean over questions. float32's numbers."""
         sums = np.add.reduceat(by_question[:, self._questions], self._starts, axis=1)
         return (sums * self.of_question).astype(np.float32).astype(np.float64)
+
+
+@dataclass(frozen=True)
+class RaceResult:
+    """What a race leaves of an individual: its scores, and the prompts (by their numbers) that they are of; None: of all.
+
+    `estimate`: its fitness, where it was dropped and its scores are finite.
+    """
+
+    correct: Bool[np.ndarray, "n"]
+    log_likelihood: Float[np.ndarray, "n"]
+    prompts: Int[np.ndarray, "n"] | None
+    estimate: float | None
+
+
+@dataclass(frozen=True)
+class Race:
+    """Races of a search's generations: scores in stages, compared by what they add to the fitness."""
+
+    scorer: StagedScorer
+    objective: Objective
+
+    def values(self, correct: Bool[np.ndarray, "P N"], log_likelihood: Float[np.ndarray, "P N"]) -> Float[np.ndarray, "P U"]:
+        """What is compared: values of the units, whose mean is the fitness; NaN where a score is not finite."""
+        return self.scorer.by_unit(self.objective.by_question(correct, log_likelihood))
+
+    def bar(self, rivals: Sequence[str], keep: int) -> Bar:
+        """The bar of rivals, by their values as the history has them. Raises ValueError for values of another race."""
+        return Bar(np.array([from_text(text) for text in rivals]).reshape(len(rivals), self.scorer.bounds[-1]), keep)
+
+    def run(self, score: Callable[[int, Int[np.ndarray, "n"]], Scores], individuals: int, bar: Bar) -> list[RaceResult]:
+        """Race so many individuals; `score(stage, chosen)` gives the scores of some on a stage's prompts, 0 for the others."""
+        scorer = self.scorer
+        shape = individuals, scorer.num_prompts
+        correct, log_likelihood = np.zeros(shape, bool), np.zeros(shape, np.float32)
+
+        def values_of(stage: int, chosen: Int[np.ndarray, "n"]) -> Float[np.ndarray, "n u"]:
+            new = score(stage, chosen)
+            correct[chosen] |= new.correct
+            log_likelihood[chosen] += new.log_likelihood
+            return self.values(*new)[:, scorer.bounds[stage] : scorer.bounds[stage + 1]]
+
+        least = scorer.of_question * self.objective.most_of_a_verdict
+        values, scored = race(values_of, individuals, scorer.bounds, bar, least)
+        estimated = estimates(values, scored, bar)
+        results = []
+        for individual in range(individuals):
+            prompts = scorer.prompts_of(scorer.bounds.index(scored[individual]))
+            scores = correct[individual, prompts], log_likelihood[individual, prompts]
+            part = None if len(prompts) == scorer.num_prompts else prompts
+            results.append(RaceResult(*scores, part, estimated.get(individual)))
+        return results

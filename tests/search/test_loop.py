@@ -22,9 +22,10 @@ from lpes_jax.finite import first_bad_layer
 from lpes_jax.models.llama import Llama, LlamaConfig
 from lpes_jax.scoring import Scorer, Scores
 from lpes_jax.search import loop
-from lpes_jax.search.fitness import make_scorer, tie_break_scale
 from lpes_jax.search.genetic import PaperGA
 from lpes_jax.search.loop import search
+from lpes_jax.search.objective import tie_break_scale
+from lpes_jax.search.scorers import make_scorer
 from lpes_jax.search.settings import lattice_of, scaled_layers, search_space
 from lpes_jax.settings.search import SearchSettings, preset
 from lpes_jax.store.run_folder import RunFolder

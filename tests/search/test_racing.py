@@ -8,9 +8,9 @@ import pytest
 from lpes_jax.errors import UserError
 from lpes_jax.scoring import Scorer, Scores
 from lpes_jax.search import loop, racing
-from lpes_jax.search.fitness import make_scorer
 from lpes_jax.search.loop import search
 from lpes_jax.search.racing import Bar, StagedScorer, eighths, estimates, hopeless, race, units_of
+from lpes_jax.search.scorers import make_scorer, make_staged_scorer
 from lpes_jax.search.settings import check
 from lpes_jax.settings.search import SearchSettings, preset
 from lpes_jax.tasks.flags import task_of
@@ -133,9 +133,8 @@ PROMPTS = 60 * 3
 def run(guesser, tokenizer, monkeypatch):
     """Searches on the landscape: the history, and what factors.json has of the search."""
 
-    def landscape(settings: SearchSettings, *_: object) -> StagedScorer | Scorer:
-        parts = eighths([[[question] for question in range(60)]], settings.run.seed)
-        return StagedScorer(Landscape, parts, 3) if settings.ga.race else Landscape(list(range(PROMPTS)))
+    def staged(settings: SearchSettings, *_: object) -> StagedScorer:
+        return StagedScorer(Landscape, eighths([[[question] for question in range(60)]], settings.run.seed), 3)
 
     def run(settings: SearchSettings) -> tuple[list[dict], dict]:
         Landscape.asked = 0
@@ -143,7 +142,8 @@ def run(guesser, tokenizer, monkeypatch):
         lines = (settings.run.output_path / "history.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines], result.factors.search
 
-    monkeypatch.setattr(loop, "make_scorer", landscape)
+    monkeypatch.setattr(loop, "make_scorer", lambda *_: Landscape(list(range(PROMPTS))))
+    monkeypatch.setattr(loop, "make_staged_scorer", staged)
     return run
 
 
@@ -199,9 +199,8 @@ def test_eighths_are_scored_as_the_whole(guesser, tokenizer):
     task = task_of(settings.task)
     prompts = [task.prompt(example, slot) for example in task.examples("search", 12, 0) for slot in (0, 0, 1)]
     factors = np.array([[1.0, 1.2, 0.9]], np.float32)
-    whole, staged = (
-        make_scorer(settings.replace(race=race), guesser, tokenizer, [task], [prompts], ()) for race in (False, True)
-    )
+    whole = make_scorer(settings, guesser, tokenizer, [task], [prompts], ())
+    staged = make_staged_scorer(settings, guesser, tokenizer, [task], [prompts])
     assert (whole.num_prompts, whole.answer_tokens.tolist()) == (staged.num_prompts, staged.answer_tokens.tolist())
     expected, scores = whole(factors), staged(factors)
     np.testing.assert_array_equal(scores.correct, expected.correct)
@@ -216,4 +215,4 @@ def test_too_few_haystacks_are_refused(guesser, tokenizer):
     task = task_of(settings.task)
     prompts = [task.prompt(example, slot) for example in task.examples("search", 20, 0) for slot in (0, 1, 3)]
     with pytest.raises(UserError, match="--race: 10 haystacks are too few"):
-        make_scorer(settings, guesser, tokenizer, [task], [prompts], ())
+        make_staged_scorer(settings, guesser, tokenizer, [task], [prompts])

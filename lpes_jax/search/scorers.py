@@ -1,0 +1,174 @@
+"""What scores the individuals of a search, made from its settings: the prompts, and a scorer of them."""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from lpes_jax.errors import UserError
+from lpes_jax.generation import GeneratedScorer
+from lpes_jax.mesh import make_mesh, mesh_of
+from lpes_jax.models.llama.config import LlamaConfig
+from lpes_jax.models.llama.model import Llama
+from lpes_jax.models.llama.sharding import put_model
+from lpes_jax.rope import Granularity
+from lpes_jax.scoring import LikelihoodScorer, OptionScorer, PopulationScorer, Scorer, Scores
+from lpes_jax.search import racing
+from lpes_jax.search.racing import StagedScorer
+from lpes_jax.settings.search import SearchSettings
+from lpes_jax.tasks import prompts as task_prompts
+from lpes_jax.tasks.leaks import count_leaky
+from lpes_jax.tasks.prompts import Prompt, Task
+
+
+def search_prompts(
+    settings: SearchSettings,
+    config: LlamaConfig,
+    task: Task,
+    tokenizer: Any,
+    examples: Sequence[Any],
+    slots: Sequence[tuple[int, int]],
+    counts: Counter[str],
+) -> list[Prompt]:
+    """The prompts that a task's search examples are scored on, question by question, each at all (slot, position) pairs.
+
+    `counts` gets those of `count_leaky`.
+    Raises UserError where the task cannot be scored in the way that is asked for.
+    """
+    by_text = settings.objective.fitness == "metric" and task.decided_by == "generation"
+    prompts = [task.prompt(example, *slot) for example in examples for slot in slots]
+    prompts, leaky = count_leaky(prompts, settings.questions.drop_leaky)
+    counts.update(leaky)
+    prompts = fit(settings, config, task, tokenizer, prompts, by_text)
+    if not by_text and not task_prompts.short_answers(prompts):
+        wanted = "--algorithm gradient" if settings.algorithm == "gradient" else f"--fitness {settings.objective.fitness}"
+        raise UserError(f"{wanted}: --task {task.name} has no short answers to expect; use --fitness metric")
+    return prompts
+
+
+def fit(
+    settings: SearchSettings, config: LlamaConfig, task: Task, tokenizer: Any, prompts: Sequence[Prompt], generates: bool
+) -> list[Prompt]:
+    """The prompts as they fit the window. Raises UserError for those that do not, by `--overlength`."""
+    fitted = task_prompts.fit(
+        prompts,
+        tokenizer,
+        config.max_position_embeddings,
+        max_prompt_tokens=task.max_prompt_tokens,
+        new_tokens=_new_tokens(settings, task) if generates else 0,
+        overlength=settings.questions.overlength,
+    )
+    if prompts and not fitted.prompts:
+        raise UserError("--overlength skip leaves out all questions; use fewer items a prompt")
+    return fitted.prompts
+
+
+def _new_tokens(settings: SearchSettings, task: Task) -> int:
+    return task.max_new_tokens if settings.questions.max_new_tokens is None else settings.questions.max_new_tokens
+
+
+def make_scorer(
+    settings: SearchSettings,
+    model: Llama,
+    tokenizer: Any,
+    tasks: Sequence[Task],
+    prompts: Sequence[Sequence[Prompt]],
+    stop_ids: Sequence[int],
+) -> PopulationScorer:
+    """What scores the search prompts of all tasks: by generated text tasks of one kind alone."""
+    everything, task = list(itertools.chain(*prompts)), tasks[0]
+    if settings.objective.fitness == "metric" and task.decided_by != "options":
+        return _generated_scorer(settings, model, tokenizer, task, everything, stop_ids)
+    kinds = [task.decided_by for task, task_prompts in zip(tasks, prompts, strict=True) for _ in task_prompts]
+    parts = [
+        (kind, [prompt for _, prompt in part])
+        for kind, part in itertools.groupby(zip(kinds, everything, strict=True), key=lambda pair: pair[0])
+    ]
+    scorers = [_likelihood_scorer(settings, model, tokenizer, kind, part) for kind, part in parts]
+    return scorers[0] if len(scorers) == 1 else JoinedScorer(scorers)
+
+
+def make_staged_scorer(
+    settings: SearchSettings, model: Llama, tokenizer: Any, tasks: Sequence[Task], prompts: Sequence[Sequence[Prompt]]
+) -> StagedScorer:
+    """What scores the search prompts of tasks of one kind in the stages of a race. Raises UserError for too few to race on."""
+    everything, task = list(itertools.chain(*prompts)), tasks[0]
+    model = put_model(model, mesh_of(model) or make_mesh())  # once, for all parts
+    per_question = len(settings.objective.search_positions) if task.num_items > 1 else 1
+    units, questions = [], 0
+    for of_task in prompts:
+        first = task_prompts.token_ids(tokenizer, [prompt.text for prompt in of_task[::per_question]])
+        units.append([[questions + question for question in unit] for unit in racing.units_of(first)])
+        questions += len(first)
+
+    def make(chosen: Sequence[int]) -> LikelihoodScorer:
+        return _likelihood_scorer(settings, model, tokenizer, task.decided_by, [everything[prompt] for prompt in chosen])
+
+    return StagedScorer(make, racing.eighths(units, settings.run.seed), per_question)
+
+
+def _likelihood_scorer(
+    settings: SearchSettings, model: Llama, tokenizer: Any, decided_by: str, prompts: Sequence[Prompt]
+) -> LikelihoodScorer:
+    """By the answers' likelihood, or by that of options."""
+    devices, individuals = settings.devices, settings.objective.uniform_candidates
+    if settings.algorithm != "gradient":
+        ga = settings.ga
+        individuals += ga.population_size * (ga.generations + 1) if ga.max_evaluations is None else ga.max_evaluations
+    if decided_by == "options":
+        return OptionScorer(model, tokenizer, prompts, batch_size=devices.batch_size, individuals=individuals)
+    return Scorer(
+        model,
+        task_prompts.encode(prompts, tokenizer, model.config.max_position_embeddings),
+        batch_size=devices.batch_size,
+        population_chunk=devices.population_chunk,
+        individuals=individuals,
+    )
+
+
+def _generated_scorer(
+    settings: SearchSettings, model: Llama, tokenizer: Any, task: Task, prompts: Sequence[Prompt], stop_ids: Sequence[int]
+) -> GeneratedScorer:
+    """By the task's first metric, of generated text."""
+
+    def score(output: str, prompt: Prompt) -> float:
+        return task.score(task_prompts.before_stop(output, task.stop), prompt)[task.metrics[0]]
+
+    return GeneratedScorer(
+        model,
+        tokenizer,
+        prompts,
+        score,
+        max_new_tokens=_new_tokens(settings, task),
+        stop_ids=stop_ids,
+        batch_size=settings.devices.batch_size,
+    )
+
+
+class JoinedScorer:
+    """Several scorers one behind the other, each of the prompts of some tasks: a mixture with options and without."""
+
+    has_likelihood = True
+
+    def __init__(self, scorers: Sequence[LikelihoodScorer]):
+        self._scorers = scorers
+        self.longest = max(scorer.longest for scorer in scorers)
+        for scorer in scorers:
+            scorer.lengthen(self.longest)
+        self.num_prompts = sum(scorer.num_prompts for scorer in scorers)
+        self.answer_tokens = np.concatenate([scorer.answer_tokens for scorer in scorers])
+        self.individuals_at_once = max(scorer.individuals_at_once for scorer in scorers)
+
+    def __call__(
+        self,
+        factors: Float[np.ndarray, "P ..."],
+        granularity: Granularity = "layer",
+        on_prompts: Callable[[int], None] = lambda count: None,
+        **gains: Any,
+    ) -> Scores:
+        """As `Scorer`'s."""
+        parts = [scorer(factors, granularity, on_prompts, **gains) for scorer in self._scorers]
+        return Scores(*(np.concatenate(columns, axis=1) for columns in zip(*parts, strict=True)))
