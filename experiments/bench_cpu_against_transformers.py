@@ -25,7 +25,9 @@ import transformers  # noqa: E402
 
 from lpes_jax.models.llama import load  # noqa: E402
 from lpes_jax.models.llama.checkpoint import save_llama  # noqa: E402
-from lpes_jax.scoring import Batch, population_scores  # noqa: E402
+from lpes_jax.models.llama.prefix import single_prompts  # noqa: E402
+from lpes_jax.prefixes import Batch  # noqa: E402
+from lpes_jax.scoring import population_scores  # noqa: E402
 from lpes_jax.tasks.key_value import KeyValue  # noqa: E402
 
 PROMPTS, LENGTH, REPEATS = 8, 420, 5
@@ -39,11 +41,13 @@ def main() -> None:
     rows = [loaded.tokenizer(text)["input_ids"] for text in texts]
     tokens = np.array([(row * 2)[:LENGTH] for row in rows], np.int32)
     answer = 28
+    number = jnp.broadcast_to(jnp.arange(answer), (PROMPTS, answer))
     batch = Batch(
-        tokens=jnp.asarray(tokens),
-        first=jnp.full(PROMPTS, LENGTH - answer - 1),
-        answers=jnp.asarray(tokens[:, -answer:]),
-        is_answer=jnp.ones((PROMPTS, answer), bool),
+        single_prompts(jnp.asarray(tokens)),
+        read=LENGTH - answer - 1 + number,
+        read_index=number[:, None],
+        answers=jnp.asarray(tokens[:, None, -answer:]),
+        is_answer=jnp.ones((PROMPTS, 1, answer), bool),
     )
     score = jax.jit(population_scores)
     factors = jnp.ones((1, loaded.model.config.num_layers))

@@ -46,8 +46,9 @@ from lpes_jax.models import zoo
 from lpes_jax.models.llama import Llama, LlamaConfig, Loaded, load
 from lpes_jax.models.llama.generate import greedy
 from lpes_jax.models.llama.method import Method, of_table
+from lpes_jax.prefixes import pack_rows
 from lpes_jax.rope import RopeParameters
-from lpes_jax.scoring import batch_scores, pack_rows
+from lpes_jax.scoring import batch_scores
 
 SHAPES = {"llama-2-7b": "llama-2-7b-chat", "llama-2-13b": "vicuna-13b-v1.5", "qwen2.5-7b": "qwen2.5-7b"}  # and their zoo cards
 PAPER = {"baseline": 0.71, "attention_buckets": 3.38, "ms_poe": 1.03, "moice": 1.72, "lpes": 0.71}  # seconds a sample

@@ -50,13 +50,14 @@ from lpes_jax.methods import Choice, Tuning, attention_buckets, hidden_channel, 
 from lpes_jax.models.llama import Loaded, load
 from lpes_jax.models.llama.method import Method, of_table
 from lpes_jax.models.llama.model import Llama
+from lpes_jax.prefixes import Batch, pack_rows
 from lpes_jax.report.html import write_page
 from lpes_jax.report.plots import u_curve
 from lpes_jax.report.progress import SearchProgress
 from lpes_jax.report.tables import Grid, differences, markdown, position_table, show
 from lpes_jax.results import outcome_of, record_of
 from lpes_jax.same_model import check_loaded
-from lpes_jax.scoring import Batch, OptionScorer, Scorer, batch_scores, pack_rows
+from lpes_jax.scoring import LikelihoodScorer, OptionScorer, Scorer, batch_scores
 from lpes_jax.search.plain_text import text_windows
 from lpes_jax.settings.compare import CompareSettings
 from lpes_jax.store import output
@@ -262,7 +263,7 @@ def _tuning(settings: CompareSettings, loaded: Loaded, found: LayerFactors | Non
 
 def _scorer(
     settings: CompareSettings, loaded: Loaded, task: Any, examples: Sequence[Any], places: Sequence[tuple[int, int]]
-) -> Scorer | OptionScorer | None:
+) -> LikelihoodScorer | None:
     """What tunes settings; None where the task has no short answers to expect: then the first setting is taken."""
     window = loaded.model.config.max_position_embeddings
     asked, _ = count_leaky(
@@ -289,7 +290,7 @@ def _scorer(
     )
 
 
-def _tune(scorer: Scorer | OptionScorer | None, choices: Sequence[Choice], config: Any) -> tuple[Choice, list[dict[str, Any]]]:
+def _tune(scorer: LikelihoodScorer | None, choices: Sequence[Choice], config: Any) -> tuple[Choice, list[dict[str, Any]]]:
     """The best setting, by accuracy and then by likelihood on the search questions, and how all did."""
     if scorer is None or (len(choices) == 1 and not choices[0].then):
         return choices[0], []

@@ -50,7 +50,7 @@ from lpes_jax.generation import generate_ids
 from lpes_jax.methods import Maker
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.report.tables import Row
-from lpes_jax.scoring import OptionScorer, Scorer
+from lpes_jax.scoring import LikelihoodScorer, OptionScorer, Scorer
 from lpes_jax.statistics import (
     bootstrap_intervals,
     holm,
@@ -316,7 +316,7 @@ class _Measure:
             yield replace(outcome, scores={metric: outcome.scores[metric] for metric in self.metrics})
 
     def _verdicts(
-        self, scorer: Scorer | OptionScorer, candidate: Candidate, factors: LayerFactors, on_prompts: Report
+        self, scorer: LikelihoodScorer, candidate: Candidate, factors: LayerFactors, on_prompts: Report
     ) -> tuple[Bool[np.ndarray, "N"], Float[np.ndarray, "N"]]:
         if candidate.method is None:
             correct, log_likelihood = scorer(

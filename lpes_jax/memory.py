@@ -6,6 +6,8 @@ softmax, and the attention logits that are held at once. Half of the free memory
 all, the pass fails with an error that `out_of_memory` knows, and is done again in smaller ones.
 """
 
+from typing import NamedTuple
+
 import jax
 
 from lpes_jax.mesh import least, mesh_of
@@ -28,24 +30,36 @@ def planned_memory() -> int:
     return least((stats["bytes_limit"] - stats["bytes_in_use"]) // 2 if "bytes_limit" in stats else _CPU_MEMORY)
 
 
-def pass_bytes(model: Llama, tokens: int, read: int, *, cached: bool = False) -> int:
-    """Bytes that one individual's pass over so many tokens takes, logits of `read` of them, with or without a cache.
+class PassMemory(NamedTuple):
+    """Bytes of one individual's pass: for each of its tokens, for each token whose logits are read, and beside them."""
 
-    On each device; those of a model axis share all but the hidden states and logits.
+    token: int
+    read: int
+    fixed: int
+
+    def bytes(self, tokens: int, read: int) -> int:
+        """Of a pass over so many tokens, with logits of `read` of them."""
+        return tokens * self.token + read * self.read + self.fixed
+
+
+def pass_memory(model: Llama, *, cached: bool = False) -> PassMemory:
+    """What a pass takes on each device, with or without a cache.
+
+    The devices of a model axis share all but the hidden states and logits.
     """
     config, itemsize, mesh = model.config, model.embed[...].dtype.itemsize, mesh_of(model)
     split = 3 * config.intermediate_size + 4 * config.num_heads * config.head_dim
     if cached:  # keys and values of all layers, and their copy with room for new ones
         split += 4 * config.num_layers * config.num_kv_heads * config.head_dim
     width = 6 * config.hidden_size + split // (1 if mesh is None else mesh.shape["model"])
-    return tokens * width * itemsize + read * 3 * 4 * config.vocab_size + 3 * logits_at_once()
+    return PassMemory(width * itemsize, 3 * 4 * config.vocab_size, 3 * logits_at_once())
 
 
 def tokens_that_fit(model: Llama, length: int, read: int, *, cached: bool = False) -> int:
     """Tokens of a pass over rows of `length` tokens, with logits of `read` of them: at least one row."""
-    attention = pass_bytes(model, 0, 0)
-    row = pass_bytes(model, length, read, cached=cached) - attention
-    return max(length, (planned_memory() - attention) // row * length)
+    memory = pass_memory(model, cached=cached)
+    row = memory.bytes(length, read) - memory.fixed
+    return max(length, (planned_memory() - memory.fixed) // row * length)
 
 
 def tokens_worth_it(model: Llama, length: int, *, cached: bool = False) -> int:

@@ -41,24 +41,21 @@ _PAIR = {"cpu": (2.0, 2.0), "gpu": (2.0, 4.0)}
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Batch:
-    """Prompts with their answers behind them, padded on the right; `first` is where the first answer token is predicted."""
+    """Trees of rows; a single prompt is a tree of one row. The answer stands behind the prompt, its last token may be left out.
 
-    tokens: Int[Array, "B T"]
-    first: Int[Array, "B"]
-    answers: Int[Array, "B A"]
-    is_answer: Bool[Array, "B A"]
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class SharedBatch:
-    """Trees of rows. Answer token a of row r is predicted at the index `read[at[r, a]]` of its tree."""
+    Answer token a of row r is predicted at the index `read[read_index[r, a]]` of its tree.
+    """
 
     trees: Trees
     read: Int[Array, "B M"]
-    at: Int[Array, "B R A"]
+    read_index: Int[Array, "B R A"]
     answers: Int[Array, "B R A"]
     is_answer: Bool[Array, "B R A"]
+
+    @property
+    def tokens(self) -> Int[Array, "B T"]:
+        """Of the trees, padding included."""
+        return self.trees.tokens
 
 
 class Costs(NamedTuple):
@@ -97,7 +94,7 @@ def groups(rows: Sequence[Row], costs: Costs, most_tokens: int) -> list[list[int
     total = np.concatenate([[0], np.cumsum(lengths - common)])
     padded = np.array([0, *map(round_up, range(1, min(most_tokens, int(lengths.sum())) + int(lengths.max()) + 1))])
 
-    alone = costs.tree(padded[lengths], 0)
+    unshared = costs.tree(padded[lengths], 0)
     best, begins = np.zeros(len(rows) + 1), np.zeros(len(rows) + 1, int)
     for end in range(1, len(rows) + 1):  # the best cut of the rows before `end`, whose last tree begins at `begins[end]`
         starts = np.arange(end - 1, max(0, end - _MOST_ROWS) - 1, -1)
@@ -109,7 +106,7 @@ def groups(rows: Sequence[Row], costs: Costs, most_tokens: int) -> list[list[int
         costs_here[fits] = best[starts[fits]] + costs.tree(padded[prefix[fits]], padded[branches[fits]])
         chosen = int(costs_here.argmin())
         best[end], begins[end] = costs_here[chosen], starts[chosen]
-    if best[-1] > (1 - _LEAST_GAIN) * alone.sum():
+    if best[-1] > (1 - _LEAST_GAIN) * unshared.sum():
         return [[i] for i in order]
     cut, end = [], len(rows)
     while end:
@@ -133,8 +130,8 @@ def families(rows: Sequence[Row]) -> list[list[int]]:
     """
     order, lengths, common = _in_order(rows)
     found: list[list[int]] = []
-    for at, i in enumerate(order):
-        if at and 2 * common[at] >= max(lengths[at - 1], lengths[at]):
+    for rank, i in enumerate(order):
+        if rank and 2 * common[rank] >= max(lengths[rank - 1], lengths[rank]):
             found[-1].append(i)
         else:
             found.append([i])
@@ -143,7 +140,10 @@ def families(rows: Sequence[Row]) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Tree:
-    """One tree as written, without padding: indices below `prefix` are the root's. `at` is for each of `rows`."""
+    """One tree as written, without padding: indices below `prefix` are the root's.
+
+    `read` are the indices of the tokens that predict answers; `read_index`, for each of `rows`, which of these predict its own.
+    """
 
     rows: list[int]
     tokens: Int[np.ndarray, "T"]
@@ -151,7 +151,7 @@ class Tree:
     ends: Int[np.ndarray, "T"]
     prefix: int
     read: Int[np.ndarray, "M"]
-    at: list[np.ndarray]
+    read_index: list[np.ndarray]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -189,9 +189,9 @@ def tree_of(rows: Sequence[Row], group: list[int]) -> Tree:
     predicting = [
         path[len(rows[i][0]) - 1 : len(rows[i][0]) - 1 + len(rows[i][1])] for path, i in zip(paths, group, strict=True)
     ]
-    read, at = np.unique(np.concatenate(predicting), return_inverse=True)
-    at = np.split(at, np.cumsum([len(of_row) for of_row in predicting])[:-1])
-    return Tree(group, np.concatenate(tokens), np.concatenate(positions), ends, prefix, read, at)
+    read, index = np.unique(np.concatenate(predicting), return_inverse=True)
+    read_index = np.split(index, np.cumsum([len(indices) for indices in predicting])[:-1])
+    return Tree(group, np.concatenate(tokens), np.concatenate(positions), ends, prefix, read, read_index)
 
 
 class Shape(NamedTuple):
@@ -219,7 +219,7 @@ class Shape(NamedTuple):
 
 def pack_trees(
     trees: Sequence[Tree], rows: Sequence[Row], answer_length: int | None = None, shape: Shape | None = None
-) -> SharedBatch:
+) -> Batch:
     """Trees as one batch, padded to `shape` (None: the largest); row r of tree b is its rows[r], the rest padding."""
     prefix, branches, num_read, num_rows = shape or Shape.of(trees)
     size, width = len(trees), prefix + branches
@@ -228,7 +228,7 @@ def pack_trees(
     ends = np.full((size, width), width, np.int32)
     ends[:, :prefix] = prefix  # padding of the root is seen by none of the branches; all padding sees something, or is NaN
     read = np.zeros((size, num_read), np.int32)
-    at, answers = np.zeros((2, size, num_rows, longest), np.int32)
+    read_index, answers = np.zeros((2, size, num_rows, longest), np.int32)
     is_answer = np.zeros((size, num_rows, longest), bool)
     for b, tree in enumerate(trees):
         where, gap = np.arange(len(tree.tokens)), max(0, prefix - tree.prefix)
@@ -239,29 +239,30 @@ def pack_trees(
         read[b, : len(tree.read)] = where[tree.read]
         for r, i in enumerate(tree.rows):
             answer = rows[i][1]
-            at[b, r, : len(answer)], answers[b, r, : len(answer)], is_answer[b, r, : len(answer)] = tree.at[r], answer, True
+            part = b, r, slice(len(answer))
+            read_index[part], answers[part], is_answer[part] = tree.read_index[r], answer, True
     on_device = Trees(jnp.asarray(tokens), jnp.asarray(positions), jnp.asarray(ends), prefix)
-    return SharedBatch(on_device, *(jnp.asarray(array) for array in (read, at, answers, is_answer)))
+    return Batch(on_device, *(jnp.asarray(array) for array in (read, read_index, answers, is_answer)))
 
 
 def batches(
     trees: Sequence[Tree],
     room: int,
     costs: Costs,
-    places: int = 1,
+    shards: int = 1,
     most_trees: int | None = None,
     shape_cost: int = 0,
 ) -> tuple[float, list[tuple[Shape, list[list[Tree]]]]]:
     """Trees of about the same shape together: the shapes that they are padded to, each with its batches, and what that costs.
 
-    A batch has as many trees for each of so many places as `room` tokens hold, and no more than `most_trees`; or one. Shapes
+    A batch has as many trees for each of so many shards as `room` tokens hold, and no more than `most_trees`; or one. Shapes
     are chosen from the data: few, for each is a program to compile; one more where it saves `shape_cost` tokens and 1 % of all,
     or 3 % where that cost is 0, not known. Batches of a shape have as many trees: the last is filled with trees that have no
     rows. The cost is in tokens that meet no other (`Costs`).
     """
     if not trees:
         return 0.0, []
-    size_of = partial(_batch_size, room=room, places=places, most_trees=most_trees)
+    size_of = partial(_batch_size, room=room, shards=shards, most_trees=most_trees)
     written = sum(float(costs.tree(tree.prefix, len(tree.tokens) - tree.prefix)) for tree in trees) / costs.token
     extra = max(_SHAPE_OF_KNOWN_COST * written, float(shape_cost)) if shape_cost else _SHAPE * written
     parts = _FINE if 0 < shape_cost < _FINE_SAVES * written else _COARSE
@@ -269,14 +270,15 @@ def batches(
     kinds = [kind for shared in (False, True) if (kind := [tree for tree in trees if (len(tree.rows) > 1) == shared])]
     for split in (kinds, [list(trees)])[: len(kinds)]:  # the second is the first where there is one kind
         cut = [
-            min((_by_shape(it, size_of, costs, extra, parts) for it in _orders(kind)), key=lambda it: it[0]) for kind in split
+            min((_by_shape(order, size_of, costs, extra, parts) for order in _orders(kind)), key=lambda cut: cut[0])
+            for kind in split
         ]
         ways.append((sum(cost for cost, _ in cut), [group for _, of_kind in cut for group in of_kind]))
-    cost, groups = min(ways, key=lambda it: it[0])
+    cost, groups = min(ways, key=lambda way: way[0])
     found = []
     for shape, group in groups:
         size = int(size_of(len(group), shape.prefix + shape.branches))
-        filled = group + [replace(group[0], rows=[], at=[])] * (-len(group) % size)
+        filled = group + [replace(group[0], rows=[], read_index=[])] * (-len(group) % size)
         found.append((shape, [filled[start : start + size] for start in range(0, len(filled), size)]))
     return cost, found
 
@@ -315,34 +317,28 @@ def _by_shape(
     return float(best[-1]), groups[::-1]
 
 
-def _batch_size(count: Any, width: Any, room: int, places: int, most_trees: int | None) -> Any:
-    """Trees of each of as few batches as hold `count` of a width, numbers or arrays; a multiple of the places."""
+def _batch_size(count: Any, width: Any, room: int, shards: int, most_trees: int | None) -> Any:
+    """Trees of each of as few batches as hold `count` of a width, numbers or arrays; a multiple of the shards."""
     most = np.maximum(1, room // width)
-    most = places * (most if most_trees is None else np.minimum(most, most_trees))
+    most = shards * (most if most_trees is None else np.minimum(most, most_trees))
     size = -(-count // -(-count // most))
-    return -(-size // places) * places
+    return -(-size // shards) * shards
 
 
 def pack_rows(rows: Sequence[Row], answer_length: int | None = None, longest: int = 0) -> Batch:
-    """Each row alone as one batch, padded to the longest, or to hold one of `longest` tokens."""
+    """Each row a tree of its own, with all of its answer; padded to the longest, or to hold one of `longest` tokens."""
     answer_length = answer_length or max(len(answer) for _, answer in rows)
     length = round_up(max(longest, *(len(ids) + len(answer) for ids, answer in rows)))
     tokens, _ = padded([ids + answer for ids, answer in rows], length)
     answers, answer_lengths = padded([answer for _, answer in rows], answer_length)
+    number = np.arange(answer_length, dtype=np.int32)
+    first = np.array([[len(ids) - 1] for ids, _ in rows], np.int32)
+    index, is_answer = np.broadcast_to(number, answers.shape), number < answer_lengths[:, None]
     return Batch(
-        tokens=jnp.asarray(tokens),
-        first=jnp.array([len(ids) - 1 for ids, _ in rows], jnp.int32),
-        answers=jnp.asarray(answers),
-        is_answer=jnp.asarray(np.arange(answer_length) < answer_lengths[:, None]),
+        single_prompts(jnp.asarray(tokens)),
+        jnp.asarray(np.minimum(first + number, length - 1)),
+        *(jnp.asarray(array[:, None]) for array in (index, answers, is_answer)),
     )
-
-
-def alone(batch: Batch) -> SharedBatch:
-    """Every row a tree of its own."""
-    answer = jnp.arange(batch.answers.shape[1], dtype=batch.first.dtype)
-    read = jnp.minimum(batch.first[:, None] + answer, batch.tokens.shape[1] - 1)
-    at = jnp.broadcast_to(answer, batch.answers.shape)
-    return SharedBatch(single_prompts(batch.tokens), read, *(array[:, None] for array in (at, batch.answers, batch.is_answer)))
 
 
 def padded(sequences: Sequence[Sequence[int]], length: int) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B"]]:
@@ -358,7 +354,7 @@ def _in_order(rows: Sequence[Row]) -> tuple[list[int], Int[np.ndarray, "B"], Int
     sequences = [np.array(_read_tokens(row), np.int32) for row in rows]
     order = sorted(range(len(rows)), key=lambda i: sequences[i].tolist())
     ordered = [sequences[i] for i in order]
-    return order, np.array([len(it) for it in ordered]), np.array([0, *map(_common, ordered, ordered[1:])])
+    return order, np.array([len(sequence) for sequence in ordered]), np.array([0, *map(_common, ordered, ordered[1:])])
 
 
 def _read_tokens(row: Row) -> list[int]:

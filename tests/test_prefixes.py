@@ -35,7 +35,7 @@ def families(draw) -> list[Row]:
 @settings(max_examples=60, deadline=None)
 def test_what_an_answer_token_sees_is_its_row(rows):
     tree = tree_of(rows, list(range(len(rows))))
-    for row, of_row in zip(tree.rows, tree.at, strict=True):
+    for row, of_row in zip(tree.rows, tree.read_index, strict=True):
         prompt, answer = rows[row]
         for number, at in enumerate(tree.read[of_row]):
             seen = [j for j in range(at + 1) if at < tree.ends[j]]
@@ -290,8 +290,8 @@ def test_the_model_of_memory_is_near_what_the_compiler_takes(tiny_model):
     leaves, structure = jax.tree.flatten((tiny_model, pack_rows(rows), of_table(tiny_model.config.rope_table(512))))
     scores = jax.jit(lambda *leaves: batch_scores(*jax.tree.unflatten(structure, leaves)))
     taken = scores.lower(*leaves).compile().memory_analysis().temp_size_in_bytes
-    assert 0.5 < memory.pass_bytes(tiny_model, 4 * 512, 4 * 8) / taken < 4
-    assert memory.pass_bytes(tiny_model, 100, 1, cached=True) > memory.pass_bytes(tiny_model, 100, 1)
+    assert 0.5 < memory.pass_memory(tiny_model).bytes(4 * 512, 4 * 8) / taken < 4
+    assert memory.pass_memory(tiny_model, cached=True).bytes(100, 1) > memory.pass_memory(tiny_model).bytes(100, 1)
     assert memory.tokens_that_fit(tiny_model, 10**12, 1) == 10**12  # one row at least
 
 

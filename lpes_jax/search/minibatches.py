@@ -28,7 +28,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from lpes_jax.mesh import BY_POPULATION, put
 from lpes_jax.models.llama.config import LlamaConfig
-from lpes_jax.prefixes import Costs, SharedBatch, families, pack_trees, tree_of
+from lpes_jax.prefixes import Batch, Costs, families, pack_trees, tree_of
 from lpes_jax.tasks.prompts import EncodedPrompt
 
 
@@ -40,7 +40,7 @@ class Examples:
     Where a tree has fewer than P prompts, the others have the weight 0 and log p = 0.
     """
 
-    batch: SharedBatch
+    batch: Batch
     is_row: Bool[Array, "B P R"]
     weights: Float[Array, "B P"]
 
@@ -161,8 +161,8 @@ def pack(
     for b, tree in enumerate(of_trees):
         wanted = [at * most + r for at in tree for r in range(most)]
         written = tree_of(rows, wanted)
-        where = dict(zip(written.rows, written.at, strict=True))
-        in_order.append(replace(written, rows=wanted, at=[where[row] for row in wanted]))
+        read_index = dict(zip(written.rows, written.read_index, strict=True))
+        in_order.append(replace(written, rows=wanted, read_index=[read_index[row] for row in wanted]))
         for p, at in enumerate(tree):
             is_row[b, p, : len(admitted[at])], of_prompts[b, p] = True, weights[at]
     return Examples(pack_trees(in_order, rows), jnp.asarray(is_row), jnp.asarray(of_prompts))

@@ -26,7 +26,8 @@ from lpes_jax.errors import UserError
 from lpes_jax.methods.hidden_channel import hidden_channel, mean_states, middle_layers, rank_channels
 from lpes_jax.models.llama import Llama
 from lpes_jax.models.llama.model import output_logits, rms_norm
-from lpes_jax.scoring import batch_scores, pack_rows
+from lpes_jax.prefixes import pack_rows
+from lpes_jax.scoring import batch_scores
 
 CHANNEL, LAYERS = 5, (1, 3)
 ANSWER = [3, 11, 7, 20]

@@ -21,7 +21,7 @@ from lpes_jax.methods.tables import lpes
 from lpes_jax.models.llama.checkpoint import load_llama, open_checkpoint, save_llama
 from lpes_jax.models.llama.gguf import GgufFile
 from lpes_jax.models.llama.gguf_model import llama_config
-from lpes_jax.prefixes import Batch
+from lpes_jax.prefixes import pack_rows
 
 pytestmark = pytest.mark.promotes
 GAINS = lj.LayerFactors(np.ones(3), gains=np.array([0.5, 1.5, 2.0]))
@@ -53,9 +53,7 @@ def test_every_door_of_python(folded):
         refused(lj.generate, model, tokenizer, ["ab"], given)
     refused(lj.logits, model, [[1, 2]], gains=np.full(3, 1.1))
     refused(jax.jit(lambda factors: lj.logits(model, jnp.ones((1, 2), jnp.int32), factors)), jnp.ones(3))
-    one = jnp.ones((1, 1), jnp.int32)
-    batch = Batch(jnp.ones((1, 4), jnp.int32), one[0], one, one == 1)
-    refused(lj.population_scores, model, batch, jnp.full((2, 3), 1.1))
+    refused(lj.population_scores, model, pack_rows([([1, 1], [1])]), jnp.full((2, 3), 1.1))
     refused(fold_gains, model, GAINS)
     refused(lpes(GAINS), model.config, 8)
     refused(lj.run_search, lj.SearchSettings.of(model=str(folded), output_path=folded.parent / "search"))
