@@ -40,7 +40,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from lpes_jax.errors import UserError
 from lpes_jax.limits import check_bounds
-from lpes_jax.mesh import BY_POPULATION, EVERYWHERE, make_mesh, mesh_of, on_one_device, over_population, put, to_host
+from lpes_jax.mesh import BY_POPULATION, EVERYWHERE, make_mesh, mesh_of, over_population, put, to_host
 from lpes_jax.models.llama.method import of_table
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.models.llama.sharding import put_model
@@ -163,8 +163,8 @@ def descend(
     check_bounds(text)
     coefficients = None if train.shares is None else tuple(share.coefficient for share in train.shares)
     goal = _Goal(apply, project, penalty, settings.weights_in == "loss", coefficients)
-    mesh = _mesh(model)
-    model = on_one_device(model) if mesh is None else put_model(model, mesh)
+    mesh = mesh_of(model) or make_mesh()
+    model = put_model(model, mesh)
     placed = replace(held_back, tasks=_placed(held_back.tasks, mesh), text=_placed(held_back.texts, mesh))
     look = partial(_look, goal, mesh, model, placed, settings, text)
     minibatches = draws(
@@ -193,15 +193,13 @@ def descend(
                 break
             rate = rates(number - 1) if settings.schedule == "cosine" else settings.learning_rate
             numbers = jnp.asarray(rate, jnp.float32), jnp.asarray(text.text_weight, jnp.float32)
-            minibatch = next(minibatches) if mesh is None else spread(next(minibatches), mesh)
             rest = _placed((parameters, moments, *numbers), mesh)
-            parameters, moments, loss = _step(goal, mesh, model, *minibatch, *rest)
+            parameters, moments, loss = _step(goal, mesh, model, *spread(next(minibatches), mesh), *rest)
             losses.append(loss)
             if number % settings.look_every and number != settings.steps:
                 continue
             train_loss = float(np.mean([float(loss) for loss in losses]))
-            if mesh is not None:
-                parameters, moments = jax.tree.map(jnp.asarray, to_host((parameters, moments)))
+            parameters, moments = jax.tree.map(jnp.asarray, to_host((parameters, moments)))
             seen = look(number, train_loss, parameters, state)
             if not (math.isfinite(seen.train_loss) and math.isfinite(seen.loss)):
                 raise LossNotFinite(f"the loss is not finite after {number} steps; lower --learning-rate or narrow the bounds")
@@ -213,18 +211,12 @@ def descend(
     return state.best
 
 
-def _mesh(model: Llama) -> Mesh | None:
-    """What minibatches are spread over: all devices, or the model's mesh. None for one device."""
-    mesh = mesh_of(model) or make_mesh()
-    return None if mesh.size == 1 else mesh
-
-
 @contextlib.contextmanager
-def _partitioner(mesh: Mesh | None) -> Iterator[None]:
+def _partitioner(mesh: Mesh) -> Iterator[None]:
     """GSPMD in here where several GPUs share the work. Its warning of GSPMD's end is XLA's."""
     name = "jax_use_shardy_partitioner"
     before = getattr(jax.config, name)
-    jax.config.update(name, before and (mesh is None or not _shardy_crashes()))
+    jax.config.update(name, before and (mesh.size == 1 or not _shardy_crashes()))
     try:
         yield
     finally:
@@ -260,7 +252,7 @@ _adam = optax.scale_by_adam()
 @partial(jax.jit, static_argnames=("goal", "mesh"))
 def _step(
     goal: _Goal,
-    mesh: Mesh | None,
+    mesh: Mesh,
     model: Llama,
     tasks: list[Examples],
     texts: list[Windows],
@@ -270,12 +262,12 @@ def _step(
     text_weight: Float[Array, ""],
 ) -> tuple[Parameters, Any, Float[Array, ""]]:
     inputs = model, tasks, texts, parameters, text_weight
-    if mesh is None:
-        loss, gradient = _loss_and_gradient(goal, 1, lambda of_place: of_place, *inputs)
+    if mesh.size == 1:  # nothing to split, and nothing to add up
+        loss, gradient = _loss_and_gradient(goal, 1, lambda of_shard: of_shard, *inputs)
     else:
-        of_place = partial(_loss_and_gradient, goal, mesh.shape["population"], partial(jax.lax.psum, axis_name="population"))
+        of_shard = partial(_loss_and_gradient, goal, mesh.shape["population"], partial(jax.lax.psum, axis_name="population"))
         specs = EVERYWHERE, BY_POPULATION, BY_POPULATION, EVERYWHERE, EVERYWHERE
-        loss, gradient = over_population(of_place, mesh, specs, EVERYWHERE)(*inputs)
+        loss, gradient = over_population(of_shard, mesh, specs, EVERYWHERE)(*inputs)
     updates, moments = _adam.update(gradient, moments)
     moved = jax.tree.map(lambda value, update: value - learning_rate.astype(value.dtype) * update, parameters, updates)
     return goal.project(moved), moments, loss
@@ -283,7 +275,7 @@ def _step(
 
 def _loss_and_gradient(
     goal: _Goal,
-    places: int,
+    shards: int,
     total: Total,
     model: Llama,
     tasks: list[Examples],
@@ -291,7 +283,7 @@ def _loss_and_gradient(
     parameters: Parameters,
     text_weight: Float[Array, ""],
 ) -> tuple[Float[Array, ""], Parameters]:
-    """Of the whole minibatch, by one of the places that have parts of it; `total` adds up what they have."""
+    """Of the whole minibatch, by one of the shards that have parts of it; `total` adds up what they have."""
 
     def objective(parameters: Parameters) -> Float[Array, ""]:
         tuned, table = goal.apply(model, parameters)
@@ -302,7 +294,7 @@ def _loss_and_gradient(
         elif texts:
             of_texts = [text_loss(tuned, text.tokens, table, text.counts, total) for text in texts]
             loss = loss + text_weight * _weighted_sum([1 / len(texts)] * len(texts), of_texts)
-        return loss + goal.regular(parameters) / places
+        return loss + goal.regular(parameters) / shards
 
     return jax.tree.map(total, jax.value_and_grad(objective)(parameters))
 
@@ -314,7 +306,7 @@ def _weighted_sum(weights: Sequence[float], values: Sequence[Float[Array, ""]]) 
 
 @partial(jax.jit, static_argnames=("goal", "mesh"))
 def _prompts_now(
-    goal: _Goal, mesh: Mesh | None, model: Llama, examples: Examples, parameters: Parameters, at: Int[Array, "n"]
+    goal: _Goal, mesh: Mesh, model: Llama, examples: Examples, parameters: Parameters, at: Int[Array, "n"]
 ) -> tuple[Bool[Array, "n P"], Float[Array, "n P"]]:
     def scores(model: Llama, examples: Examples, parameters: Parameters, at: Int[Array, "n"]) -> tuple[Array, Array]:
         tuned, table = goal.apply(model, parameters)
@@ -326,7 +318,7 @@ def _prompts_now(
 @partial(jax.jit, static_argnames=("goal", "mesh", "quarters"))
 def _text_now(
     goal: _Goal,
-    mesh: Mesh | None,
+    mesh: Mesh,
     model: Llama,
     text: Int[Array, "W T"],
     parameters: Parameters,
@@ -346,15 +338,15 @@ def _text_now(
     return _over_indices(means, mesh)(model, text, parameters, at)
 
 
-def _over_indices(function: Callable[..., Any], mesh: Mesh | None) -> Callable[..., Any]:
+def _over_indices(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
     """`function` with its last argument, and its results, split over a mesh."""
     specs = EVERYWHERE, EVERYWHERE, EVERYWHERE, BY_POPULATION
-    return function if mesh is None else over_population(function, mesh, specs, BY_POPULATION)
+    return function if mesh.size == 1 else over_population(function, mesh, specs, BY_POPULATION)
 
 
-def _placed(tree: Any, mesh: Mesh | None, spec: PartitionSpec = EVERYWHERE) -> Any:
-    """On a mesh, if there is one."""
-    return tree if mesh is None else put(tree, NamedSharding(mesh, spec))
+def _placed(tree: Any, mesh: Mesh, spec: PartitionSpec = EVERYWHERE) -> Any:
+    """On a mesh."""
+    return put(tree, NamedSharding(mesh, spec))
 
 
 def rises_within(bound: float | None, losses: Sequence[float], first: Sequence[float]) -> bool:
@@ -364,7 +356,7 @@ def rises_within(bound: float | None, losses: Sequence[float], first: Sequence[f
 
 def _look(
     goal: _Goal,
-    mesh: Mesh | None,
+    mesh: Mesh,
     model: Llama,
     held_back: Data,
     settings: GradientSettings,
@@ -418,11 +410,11 @@ def _by_task(shares: Sequence[Share], values: Sequence[float]) -> list[float]:
 
 
 def _in_blocks(
-    scores: Callable[[Array], tuple[Array, ...]], mesh: Mesh | None, count: int, size: int
+    scores: Callable[[Array], tuple[Array, ...]], mesh: Mesh, count: int, size: int
 ) -> tuple[Float[np.ndarray, "count ..."], ...]:
     """Scores of all indices 0 ... count - 1, about `size` at a time; all blocks have one shape, which a mesh divides."""
-    places = 1 if mesh is None else mesh.shape["population"]
-    size, done = -(-min(size, count) // places) * places, []
+    shards = mesh.shape["population"]
+    size, done = -(-min(size, count) // shards) * shards, []
     for start in range(0, count, size):
         at = np.minimum(np.arange(start, start + size, dtype=np.int32), count - 1)
         of_block = to_host(scores(_placed(jnp.asarray(at), mesh, BY_POPULATION)))

@@ -201,10 +201,13 @@ def windows_a_step(lengths: Sequence[int], text_minibatch: int) -> list[int]:
 
 
 def spread(minibatch: tuple[list[Examples], list[Windows]], mesh: Mesh) -> tuple[list[Examples], list[Windows]]:
-    """A minibatch on a mesh, each place of the population axis with as many trees, and as many windows.
+    """A minibatch on a mesh, each shard of the population axis with as many trees, and as many windows.
 
-    Trees that fill it up are copies of the first without weight or answers, and windows such that do not count.
+    Trees that fill it up are copies of the first without weight or answers, and windows such that do not count. On one device
+    it stays as it is.
     """
+    if mesh.size == 1:
+        return put(minibatch, NamedSharding(mesh, BY_POPULATION))
 
     def filled(count: int) -> tuple[Int[Array, "n"], Bool[Array, "n"]]:
         at = np.arange(-(-count // mesh.shape["population"]) * mesh.shape["population"], dtype=np.int32)
