@@ -25,9 +25,9 @@ import numpy as np
 from grid import markdown_table, run_script
 
 from lpes_jax.errors import UserError
-from lpes_jax.evaluation import environment
 from lpes_jax.factors import read_json
 from lpes_jax.store.files import write_json, write_text
+from lpes_jax.store.provenance import environment
 
 GRADIENT = ("--algorithm", "gradient", "--curve", "free", "--look-every", "5", "--uniform-candidates", "1")
 GENETIC = ("--population-size", "8", "--parents", "4", "--mutations", "6", "--crossovers", "2", "--uniform-candidates", "1")
