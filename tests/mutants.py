@@ -32,6 +32,7 @@ RESUMED = (
 FILES = {  # the tests that know each file, the cheapest first
     "lpes_jax/rope.py": "tests/test_rope.py tests/methods/test_tables.py tests/test_gains.py tests/models/test_model.py",
     "lpes_jax/scoring.py": f"{SHARED} tests/search/test_loop.py tests/robust/test_not_finite.py tests/test_devices.py",
+    "lpes_jax/plan.py": f"tests/test_plan.py {SHARED}",
     "lpes_jax/search/genetic.py": "tests/search/test_golden_history.py tests/search/test_genetic.py tests/search/test_loop.py",
     "lpes_jax/prefixes.py": f"{SHARED} tests/search/test_loop.py",
     "lpes_jax/search/loop.py": RESUMED,
