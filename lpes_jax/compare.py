@@ -33,7 +33,16 @@ import numpy as np
 from lpes_jax import process
 from lpes_jax.cli import run_verb
 from lpes_jax.errors import UserError
-from lpes_jax.evaluation import BASELINE, Candidate, default_metrics, evaluate, slots_of
+from lpes_jax.evaluation import (
+    BASELINE,
+    Candidate,
+    default_metrics,
+    evaluate,
+    results_record,
+    rows,
+    slots_of,
+    write_samples,
+)
 from lpes_jax.factors import LayerFactors
 from lpes_jax.json_files import is_number
 from lpes_jax.limits import check_bounds
@@ -46,7 +55,7 @@ from lpes_jax.report.html import write_page
 from lpes_jax.report.plots import u_curve
 from lpes_jax.report.progress import SearchProgress
 from lpes_jax.report.tables import Grid, differences, markdown, position_table, show
-from lpes_jax.results import outcome_of, record_of, results_record, rows, write_samples
+from lpes_jax.results import outcome_of, record_of
 from lpes_jax.same_model import check_loaded
 from lpes_jax.scoring import LikelihoodScorer, OptionScorer, Scorer, batch_scores
 from lpes_jax.search.plain_text import text_windows
