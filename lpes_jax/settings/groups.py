@@ -1,12 +1,19 @@
-"""The groups of flags that several verbs share. A verb that has more flags of a group extends it, in the verb's own file."""
+"""The groups of flags that several verbs share, and what contradicts itself within one.
 
+A verb that has more flags of a group extends it, in the verb's own file.
+"""
+
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from lpes_jax.choices import Dtype, FirstLine, Overlength, Placing, PromptForm, TaskName
+from lpes_jax.errors import UserError
+from lpes_jax.limits import check_bounds
 from lpes_jax.settings.tree import Settings
 
+PROMPT_FORMS: tuple[str, ...] = get_args(PromptForm)
 Length = int | str  # a number, or a range: "5:20"
 
 
@@ -137,6 +144,16 @@ class PromptSettings(Settings):
     """The chat's system prompt, in place of the template's or form's own."""
 
 
+def check_chat(*, apply_chat_template: bool, prompt_form: str | None, system_prompt: str | None) -> None:
+    """Raise UserError for flags that cannot go together; needs no model."""
+    if apply_chat_template and prompt_form is not None:
+        raise UserError("--apply-chat-template and --prompt-form are two ways to wrap a prompt; give one of them")
+    if system_prompt is not None and not (apply_chat_template or prompt_form is not None):
+        raise UserError("--system-prompt needs --apply-chat-template or --prompt-form")
+    if prompt_form is not None and prompt_form not in PROMPT_FORMS:
+        raise UserError(f"--prompt-form {prompt_form!r} is not known; the forms are: {', '.join(PROMPT_FORMS)}")
+
+
 @dataclass(frozen=True)
 class ModelSettings(Settings):
     """The model."""
@@ -230,3 +247,22 @@ class HostSettings(Settings):
     """In place of these three: what JAX finds in a cluster's environment (SLURM, Open MPI, ...)."""
     start_timeout: int = 300
     """Seconds to wait at the start until all are there."""
+
+
+def check_hosts(flags: HostSettings) -> bool:
+    """Do the flags name other processes? Raises UserError where they clash."""
+    check_bounds(flags)
+    three = {name: getattr(flags, name) for name in ("coordinator_address", "num_processes", "process_id")}
+    missing = ["--" + name.replace("_", "-") for name, value in three.items() if value is None]
+    count, address = flags.num_processes or 0, flags.coordinator_address or ""
+    if flags.distributed and len(missing) < 3:
+        raise UserError("--distributed finds the processes by itself; leave out --coordinator-address and what goes with it")
+    if 0 < len(missing) < 3:
+        raise UserError(f"--coordinator-address, --num-processes and --process-id go together; add {' and '.join(missing)}")
+    if not missing:
+        if (flags.process_id or 0) >= count:
+            raise UserError(f"--process-id {flags.process_id}: {count} processes have ids from 0 to {count - 1}")
+        match = re.fullmatch(r"[^:\s]+:(\d{1,5})", address)
+        if match is None or not 0 < int(match[1]) < 65536:
+            raise UserError(f"--coordinator-address {address!r} is not HOST:PORT (a name or an IPv4 address), say node1:8476")
+    return flags.distributed or not missing
