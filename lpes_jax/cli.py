@@ -73,9 +73,9 @@ def run_verb(
             check_bounds(flags)  # before processes wait for each other
             named = "output_path" in flags.flat() and parsed.has("output_path")
             if not check_hosts(parsed.hosts):  # of several processes one that fails alone would let the others wait
-                check(flags)
                 if named:
                     _check_output(flags, name)
+                check(flags)
             process.import_jax()
             from lpes_jax import running
 

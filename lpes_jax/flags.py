@@ -81,7 +81,7 @@ class Parser(Generic[Flags]):
         if _ALL in asked:
             return self._all_flags(given.defaults, width)
         left_out = len(HostSettings().flat()) if self.many_hosts else 0
-        return short_help(given.flags, self.prog, self.manual, width, left_out)
+        return short_help(given.defaults, given.flags, self.prog, self.manual, width, left_out)
 
     def _settings(self, defaults: Flags, arguments: Sequence[str]) -> tuple[Flags, HostSettings]:
         # tyro draws its errors as a box; its first paragraph becomes our one line. No terminal: no colours, and it never wraps.

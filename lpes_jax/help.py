@@ -34,39 +34,39 @@ class Line:
     text: str
 
 
-def short_help(settings: Settings, prog: str, manual: str, width: int, left_out: int = 0) -> str:
-    """What `--help` prints, in lines of `width` characters. `settings`: what is given with it, over the defaults.
+def short_help(defaults: Settings, given: Settings, prog: str, manual: str, width: int, left_out: int = 0) -> str:
+    """What `--help` prints, in lines of `width` characters, where the flags of `given` stand beside it.
 
-    `left_out`: flags of the verb that are not in `settings`, and so in `--help-all` only.
+    `left_out`: flags of the verb that are not in its settings, and so in `--help-all` only.
     """
-    groups = sections(settings)
+    groups = sections(defaults, given)
     lines = [f"usage: {prog} [flags]; what is in [...] is a default", "", *_head(manual, width)]
     for heading, flags in groups:
         lines += ["", f"{heading}:", *(line for flag in flags for line in _printed(flag, width))]
-    left_out += len(settings.flat()) - sum(len(flags) for _, flags in groups)
+    left_out += len(defaults.flat()) - sum(len(flags) for _, flags in groups)
     others = f"the other {left_out} flag{'s' * (left_out > 1)}, and " if left_out else ""
     last = [f"--help-all shows {others}more of each."]
-    deciding = [f"--{name}" for name in ("task", "algorithm", "preset") if name in settings.flat()]
+    deciding = [f"--{name}" for name in ("task", "algorithm", "preset") if name in defaults.flat()]
     if deciding:
         last += [f"Others have other flags: give {' or '.join(deciding)} with --help."]
     return "\n".join([*lines, "", *last]) + "\n"
 
 
-def sections(settings: Settings) -> list[tuple[str, list[Line]]]:
+def sections(defaults: Settings, given: Settings) -> list[tuple[str, list[Line]]]:
     """The groups that are shown, by their headings, and their flags; a flag that is in no group is in the next one."""
-    chosen, found, first = settings.chosen(), list[tuple[str, list[Line]]](), list[Line]()
-    for field in dataclasses.fields(settings):
-        value = getattr(settings, field.name)
+    chosen, found, first = given.chosen(), list[tuple[str, list[Line]]](), list[Line]()
+    for field in dataclasses.fields(defaults):
+        value = getattr(defaults, field.name)
         if not _is_shown(field.metadata, chosen):
             continue
         if not isinstance(value, Settings):
-            first.append(_line(settings, field.name))
+            first.append(_line(defaults, field.name))
             continue
         shown = [inner.name for inner in dataclasses.fields(value) if _is_shown(inner.metadata, chosen)]
         if lines := [*first, *(_line(value, name) for name in shown)]:
             found.append((_first_line(type(value).__doc__ or "").rstrip("."), lines))
             first = []
-    return found + ([(_first_line(type(settings).__doc__ or "").rstrip("."), first)] if first else [])
+    return found + ([(_first_line(type(defaults).__doc__ or "").rstrip("."), first)] if first else [])
 
 
 def _is_shown(metadata: Mapping[str, Any], chosen: Mapping[str, Any]) -> bool:
@@ -82,10 +82,11 @@ def _is_shown(metadata: Mapping[str, Any], chosen: Mapping[str, Any]) -> bool:
 def _line(group: Settings, name: str) -> Line:
     value, hint = getattr(group, name), _hints(type(group))[name]
     text = _first_line(documented(type(group)).get(name, ""))
-    if not (value is None or value is False or value == () or "default" in text):
+    if not (value is None or isinstance(value, bool) or value == () or "default" in text):
         shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
         text = f"{text} [{shown}]"
-    return Line("--" + name.replace("_", "-"), _taken(hint), text)
+    flag = ("--no-" if value is True else "--") + name.replace("_", "-")  # a switch that is on by default is switched off
+    return Line(flag, _taken(hint), text)
 
 
 def _taken(hint: Any) -> str:
