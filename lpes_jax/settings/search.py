@@ -294,7 +294,7 @@ class SearchSettings(Settings):
         given = preset_values(flags.get("preset", "default"), flags.get("algorithm", "ga"), mixture=mixture)
         return cls().replace(**given | flags)
 
-    def defaults_with(self, given: "SearchSettings") -> "SearchSettings":
+    def defaults_with(self, given: Any) -> "SearchSettings":
         """These defaults with the values of the preset of `given`, for its algorithm, and none of tasks with its mixture."""
         return self.replace(**preset_values(given.run.preset, given.algorithm, mixture=given.task.mixture is not None))
 

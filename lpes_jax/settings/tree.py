@@ -57,7 +57,7 @@ class Settings:
             found |= value.flat() if isinstance(value, Settings) else {field.name: value}
         return found
 
-    def defaults_with(self: Tree, given: Tree) -> Tree:
+    def defaults_with(self: Tree, given: Any) -> Tree:
         """These defaults with what the flags of `given` choose as others: of a search, its preset."""
         return self
 
