@@ -63,7 +63,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "steps": 300,
         "minibatch_size": 16,
         "text_weight": 20.0,
-        "max_text_loss_rise": 0.03,
+        "text_objective": "kl",
+        "max_text_loss_rise": 0.05,
     },
 }
 # `--preset paper --algorithm gradient`: three sets of 2,000 prompts drawn by weight, batches of 32, learning rate 1e-5, 30
@@ -235,6 +236,9 @@ class TextSettings(TextFileSettings):
     text_weight: float = 0.0
     """Weight of the text's loss beside the answers'.
     Nats per token, and nats per answer."""
+    text_objective: Literal["nll", "kl"] = "nll"
+    """The text's loss: nll, or kl: divergence from the model as it is.
+    nll: -log p of its tokens; kl: the KL divergence."""
     text_minibatch: int = rare(4)
     """Windows of text per step."""
     text_window: int | tuple[int, ...] = DEFAULT_WINDOW
