@@ -41,23 +41,23 @@ from jaxtyping import Array, Float
 from transfer import TargetFlags, compare, is_text, load_cell, measure, settings_record, show, targets_of
 
 from lpes_jax.errors import UserError
-from lpes_jax.evaluation import BASELINE, PLAIN, Candidate, slots_of
+from lpes_jax.evaluation import BASELINE, PLAIN, Candidate, environment, slots_of
 from lpes_jax.factors import LayerFactors, write_json
 from lpes_jax.models.llama import Loaded, load
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.rope import Granularity
 from lpes_jax.search.algorithms import Gradient
+from lpes_jax.search.checks import check_weights
 from lpes_jax.search.gradient import Look, descend
 from lpes_jax.search.minibatches import Data, pack
 from lpes_jax.search.mixture import mixture_of
 from lpes_jax.search.objective import groups_of
 from lpes_jax.search.plain_text import text_windows
 from lpes_jax.search.scorers import search_prompts
-from lpes_jax.search.settings import check_weights, scaled_layers, search_space
+from lpes_jax.search.settings import scaled_layers, search_space
 from lpes_jax.settings.groups import TaskSettings
 from lpes_jax.settings.search import GradientSettings, SearchSettings, TextSettings
 from lpes_jax.statistics import paired_permutation_test
-from lpes_jax.store.provenance import environment
 from lpes_jax.tasks import make_task
 from lpes_jax.tasks import prompts as task_prompts
 from lpes_jax.tasks.prompts import Task
