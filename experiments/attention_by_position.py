@@ -30,7 +30,6 @@ from scipy.stats import spearmanr
 from transfer import load_cell
 
 from lpes_jax.errors import UserError
-from lpes_jax.evaluation import environment
 from lpes_jax.factors import LayerFactors, write_json
 from lpes_jax.models.llama import Llama, Loaded, load
 from lpes_jax.models.llama.attention import causal_attention
@@ -38,6 +37,7 @@ from lpes_jax.models.llama.model import LayerContext, layer_rows, rotated, run_l
 from lpes_jax.report.plots import BASELINE, FOUND, OTHERS, plain, save
 from lpes_jax.rope import RopeTable
 from lpes_jax.scoring import round_up
+from lpes_jax.store.provenance import environment
 from lpes_jax.tasks import make_task
 from lpes_jax.tasks.data import content_id
 from lpes_jax.tasks.prompts import Prompt, fit

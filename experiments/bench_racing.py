@@ -19,8 +19,8 @@ from typing import Any, Literal
 import numpy as np
 from grid import GridFlags, figures, markdown_table, run_grid, run_script, scores, show_p, write_tables
 
-from lpes_jax.evaluation import environment
 from lpes_jax.statistics import paired_permutation_test
+from lpes_jax.store.provenance import environment
 
 
 @dataclass(frozen=True, kw_only=True)

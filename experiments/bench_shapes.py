@@ -27,7 +27,6 @@ import numpy as np  # noqa: E402
 import tyro  # noqa: E402
 from table05_latency import config_of, random_model  # noqa: E402
 
-from lpes_jax.evaluation import environment  # noqa: E402
 from lpes_jax.models.llama import Llama, LlamaConfig  # noqa: E402
 from lpes_jax.models.llama.attention import (  # noqa: E402
     blocked_attention,
@@ -36,6 +35,7 @@ from lpes_jax.models.llama.attention import (  # noqa: E402
     masked_attention,
 )
 from lpes_jax.models.llama.model import hidden_states, matmul, output_logits  # noqa: E402
+from lpes_jax.store.provenance import environment  # noqa: E402
 
 
 @dataclass(frozen=True)

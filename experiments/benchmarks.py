@@ -28,11 +28,13 @@ from jaxtyping import Float
 from transfer import load_cell
 
 from lpes_jax.errors import UserError
-from lpes_jax.evaluation import BASELINE, Candidate, Outcome, environment, evaluate, slots_of, write_samples
+from lpes_jax.evaluation import BASELINE, Candidate, Outcome, evaluate, slots_of
 from lpes_jax.factors import LayerFactors, write_json
 from lpes_jax.models.llama import Loaded, load
 from lpes_jax.models.llama.chat import Chat, make_chat
+from lpes_jax.results import write_samples
 from lpes_jax.statistics import paired_permutation_test
+from lpes_jax.store.provenance import environment
 from lpes_jax.tasks import make_task, settings_of
 from lpes_jax.tasks.chat import ChatTask
 from lpes_jax.tasks.data import content_id

@@ -20,9 +20,9 @@ import tyro
 
 import lpes_jax
 from lpes_jax.errors import UserError
-from lpes_jax.evaluation import environment
 from lpes_jax.models.llama import Llama, load_model, load_tokenizer
 from lpes_jax.models.llama.model import hidden_states, output_logits
+from lpes_jax.store.provenance import environment
 from lpes_jax.tasks.prompts import token_ids
 from lpes_jax.text_files import read_text
 

@@ -41,7 +41,7 @@ from jaxtyping import Array, Float
 from transfer import TargetFlags, compare, is_text, load_cell, measure, settings_record, show, targets_of
 
 from lpes_jax.errors import UserError
-from lpes_jax.evaluation import BASELINE, PLAIN, Candidate, environment, slots_of
+from lpes_jax.evaluation import BASELINE, PLAIN, Candidate, slots_of
 from lpes_jax.factors import LayerFactors, write_json
 from lpes_jax.models.llama import Loaded, load
 from lpes_jax.models.llama.model import Llama
@@ -58,6 +58,7 @@ from lpes_jax.search.settings import scaled_layers, search_space
 from lpes_jax.settings.groups import TaskSettings
 from lpes_jax.settings.search import GradientSettings, SearchSettings, TextSettings
 from lpes_jax.statistics import paired_permutation_test
+from lpes_jax.store.provenance import environment
 from lpes_jax.tasks import make_task
 from lpes_jax.tasks import prompts as task_prompts
 from lpes_jax.tasks.prompts import Task

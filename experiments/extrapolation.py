@@ -36,12 +36,13 @@ from transfer import compare, load_cell
 
 from lpes_jax.errors import UserError
 from lpes_jax.evaluate.perplexity import text_nlls
-from lpes_jax.evaluation import BASELINE, Candidate, environment
+from lpes_jax.evaluation import BASELINE, Candidate
 from lpes_jax.factors import LayerFactors, write_json
 from lpes_jax.methods.tables import dynamic_ntk, lpes, position_interpolation
 from lpes_jax.models.llama import Loaded, load
 from lpes_jax.report.plots import BASELINE as GREY
 from lpes_jax.report.plots import FOUND, OTHERS, plain, save
+from lpes_jax.store.provenance import environment
 from lpes_jax.tasks import make_task
 from lpes_jax.tasks.data import content_id
 from lpes_jax.tasks.perplexity import Window, slide

@@ -26,9 +26,10 @@ from grid import (
 )
 from table_spec import Spec, about, provenance
 
-from lpes_jax.evaluation import BASELINE, figures_of, slots_of
+from lpes_jax.evaluation import BASELINE, slots_of
 from lpes_jax.factors import LayerFactors
 from lpes_jax.models.llama import Loaded
+from lpes_jax.results import figures_of
 from lpes_jax.search import SearchSettings
 from lpes_jax.statistics import paired_permutation_test
 from lpes_jax.tasks.flags import task_of

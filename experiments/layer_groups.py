@@ -13,8 +13,9 @@ from typing import Literal
 import numpy as np
 from grid import GridFlags, figures, header, held_out, loaded_once, markdown_table, row, run_grid, run_script, write_tables
 
-from lpes_jax.evaluation import figures_of, slots_of
+from lpes_jax.evaluation import slots_of
 from lpes_jax.factors import LayerFactors
+from lpes_jax.results import figures_of
 from lpes_jax.tasks.flags import task_of
 
 

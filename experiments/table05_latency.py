@@ -33,7 +33,7 @@ from transfer import load_cell
 
 from lpes_jax.compare import NAMES
 from lpes_jax.errors import UserError
-from lpes_jax.evaluation import BASELINE, environment
+from lpes_jax.evaluation import BASELINE
 from lpes_jax.factors import LayerFactors, write_json
 from lpes_jax.methods import Maker
 from lpes_jax.methods.attention_buckets import attention_buckets
@@ -49,6 +49,7 @@ from lpes_jax.models.llama.method import Method, of_table
 from lpes_jax.prefixes import pack_rows
 from lpes_jax.rope import RopeParameters
 from lpes_jax.scoring import batch_scores
+from lpes_jax.store.provenance import environment
 
 SHAPES = {"llama-2-7b": "llama-2-7b-chat", "llama-2-13b": "vicuna-13b-v1.5", "qwen2.5-7b": "qwen2.5-7b"}  # and their zoo cards
 PAPER = {"baseline": 0.71, "attention_buckets": 3.38, "ms_poe": 1.03, "moice": 1.72, "lpes": 0.71}  # seconds a sample

@@ -37,11 +37,13 @@ from grid import (
 )
 
 from lpes_jax.errors import UserError
-from lpes_jax.evaluation import environment, figures_of, slots_of
+from lpes_jax.evaluation import slots_of
 from lpes_jax.factors import LayerFactors
+from lpes_jax.results import figures_of
 from lpes_jax.search import SearchSettings
 from lpes_jax.statistics import paired_permutation_test
 from lpes_jax.store.files import write_text
+from lpes_jax.store.provenance import environment
 from lpes_jax.tasks.flags import task_of
 from lpes_jax.text_files import read_text
 

@@ -49,12 +49,12 @@ from measure_tiny_model import POSITIONS, Measurement
 from tiny_prompts import Conditions, Rows, Shape, Template, assemble, draw_content, make_template, make_tokenizer
 
 from lpes_jax.errors import UserError
-from lpes_jax.evaluation import environment
 from lpes_jax.models.llama import Llama, LlamaConfig
 from lpes_jax.models.llama.attention import causal_attention
 from lpes_jax.models.llama.checkpoint import save_llama
 from lpes_jax.models.llama.model import LayerContext, layer_rows, matmul, output_logits, rotated, run_layers
 from lpes_jax.rope import RopeParameters, rope_table
+from lpes_jax.store.provenance import environment
 from lpes_jax.tasks.key_value import KeyValue
 from lpes_jax.tasks.prompts import slot
 

@@ -27,11 +27,12 @@ from jaxtyping import Float
 
 from lpes_jax.errors import UserError
 from lpes_jax.evaluate.perplexity import text_nlls
-from lpes_jax.evaluation import BASELINE, Candidate, Outcome, default_metrics, environment, evaluate, slots_of
+from lpes_jax.evaluation import BASELINE, Candidate, Outcome, default_metrics, evaluate, slots_of
 from lpes_jax.factors import LayerFactors, read_json, write_json
 from lpes_jax.models.llama import LlamaConfig, Loaded, load
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.statistics import paired_permutation_test, standard_error
+from lpes_jax.store.provenance import environment
 from lpes_jax.tasks import make_task
 from lpes_jax.tasks.perplexity import Perplexity, Window
 from lpes_jax.tasks.prompts import Overlength, Split, Task

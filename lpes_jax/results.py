@@ -1,13 +1,207 @@
-"""Outcomes as JSON, and back: what a comparison that was cut off goes on with."""
+"""What is recorded of outcomes: results.json, samples.jsonl, the rows of a table; and outcomes as JSON and back.
 
-from collections.abc import Mapping
+Letters: Q questions, S slots.
+"""
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 
-from lpes_jax.evaluation import Candidate, Outcome
+from lpes_jax.compilation import compilations
+from lpes_jax.evaluation import BASELINE, PLAIN, Candidate, Outcome
+from lpes_jax.report.tables import Row
+from lpes_jax.statistics import (
+    bootstrap_intervals,
+    holm,
+    mcnemar,
+    paired_permutation_test,
+    standard_error,
+    wilson_interval,
+)
+from lpes_jax.store.content import content_sha256
+from lpes_jax.store.files import replacing
+from lpes_jax.store.provenance import environment
+from lpes_jax.tasks.metrics import ROUGE, corpus_rouge
+from lpes_jax.tasks.prompts import Task, prompts_sha256
 
+_LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 _PLAIN = ("compilations", "prompt_tokens", "counts", "outputs", "output_tokens")  # of an Outcome: JSON as they are
+
+
+def rows(outcomes: Sequence[Outcome], metric: str | None = None) -> list[Row]:
+    """The outcomes as table rows, in percent; p is the paired test against the outcome named `baseline`, over questions.
+
+    metric: None for the first.
+    """
+    of_metric = {outcome.candidate.name: outcome.scores[metric or outcome.metric] for outcome in outcomes}
+    baseline = of_metric.get(BASELINE)
+    return [
+        Row(
+            name=name,
+            accuracy=tuple((100 * values.mean(axis=0)).tolist()),
+            mean=float(100 * values.mean()),
+            standard_error=100 * standard_error(values),
+            p=None if baseline is None or name in (BASELINE, PLAIN) else paired_permutation_test(values, baseline),
+            log_likelihood=None if outcome.log_likelihood is None else float(outcome.log_likelihood.mean()),
+        )
+        for outcome, (name, values) in zip(outcomes, of_metric.items(), strict=True)
+    ]
+
+
+def results_record(
+    task: Task, outcomes: Sequence[Outcome], places: Sequence[tuple[int, int]], config: dict[str, Any], started: float
+) -> dict[str, Any]:
+    """`results.json`: lm-evaluation-harness's layout for the last outcome, and every outcome under `methods`.
+
+    `config` has the path of the task's file, if any, as `data`, and the model's name, hash and dtype as `model_identity`.
+    `started`: when the run did, in seconds as `time.time` has them.
+    """
+    methods, last = figures_of(outcomes, places), outcomes[-1]
+    left_out = last.counts["questions_skipped"] + last.counts.get("questions_dropped", 0)
+    return {
+        "results": {task.name: {"alias": task.name, **methods[last.candidate.name]}},
+        "methods": methods,
+        "n-samples": {task.name: {"original": len(last.main) + left_out, "effective": len(last.main)}},
+        "config": config,
+        "data_sha256": None if config.get("data") is None else content_sha256(Path(config["data"])),
+        "prompts_sha256": prompts_sha256(last.prompts),
+        **environment(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "total_evaluation_time_seconds": round(time.time() - started, 3),
+        "compilations": compilations(since=started),
+    }
+
+
+def figures_of(outcomes: Sequence[Outcome], places: Sequence[tuple[int, int]]) -> dict[str, dict[str, Any]]:
+    """The figures of each candidate by its name, and how the first metric differs from the baseline's, `against_baseline`.
+
+    p is the paired permutation test's over questions, p_holm after Holm's correction for all candidates; intervals (95 %) are
+    paired bootstraps over questions. McNemar's exact p is of each position alone: positions share their questions.
+    """
+    methods = {outcome.candidate.name: _figures(outcome, places) for outcome in outcomes}
+    p_values = [row.p for row in rows(outcomes)]
+    baseline = next((outcome.main for outcome in outcomes if outcome.candidate.name == BASELINE), None)
+    for outcome, figures, p, p_holm in zip(outcomes, methods.values(), p_values, holm(p_values), strict=True):
+        if p is None or baseline is None:
+            continue
+        difference = outcome.main - baseline
+        *by_position, of_mean = bootstrap_intervals(difference).tolist()
+        figures["p_against_baseline,none"] = p
+        figures["against_baseline"] = {
+            "difference": float(difference.mean()),
+            "interval": of_mean,
+            "p": p,
+            "p_holm": p_holm,
+            "by_position": {
+                str(position): {
+                    "difference": float(difference[:, at].mean()),
+                    "interval": interval,
+                    "p_mcnemar": mcnemar(outcome.main[:, at], baseline[:, at])
+                    if _are_verdicts(outcome.main) and _are_verdicts(baseline)
+                    else None,
+                }
+                for at, ((_, position), interval) in enumerate(zip(places, by_position, strict=True))
+            },
+        }
+    return methods
+
+
+def json_line(record: dict[str, Any]) -> str:
+    """A record as one line of JSON, by any reader's idea of a line: Unicode's line ends in texts are escaped."""
+    return json.dumps(record, ensure_ascii=False).translate(_LINE_ENDS) + "\n"
+
+
+def write_samples(path: Path, outcomes: Sequence[Outcome], tasks: Sequence[str] = ()) -> None:
+    """`samples.jsonl`: one line a candidate and prompt. The same run writes the same bytes. `tasks`: each outcome's."""
+    with replacing(path) as part, part.open("w", encoding="utf-8", errors="backslashreplace") as file:
+        for number, outcome in enumerate(outcomes):
+            for at, prompt in enumerate(outcome.prompts):
+                sample: dict[str, Any] = ({"task": tasks[number]} if tasks else {}) | {
+                    "method": outcome.candidate.name,
+                    "example": prompt.example,
+                    "position": prompt.position,
+                    "slot": prompt.slot,
+                    "prompt_hash": hashlib.sha256(prompt.text.encode()).hexdigest()[:16],
+                    "prompt_tokens": outcome.prompt_tokens[at],
+                    "prompt_cut": prompt.was_cut,
+                    "target": list(prompt.references) if prompt.golds else prompt.gold,
+                    **{metric: _short(float(values.flat[at])) for metric, values in outcome.scores.items()},
+                }
+                if outcome.log_likelihood is not None:
+                    sample["log_likelihood"] = _finite(float(outcome.log_likelihood.flat[at]), 4)
+                if outcome.outputs is not None and outcome.output_tokens is not None:
+                    output = outcome.outputs[at]
+                    sample |= {"output": output, "output_tokens": outcome.output_tokens[at], "empty": not output.strip()}
+                if prompt.faults:
+                    sample["faults"] = list(prompt.faults)
+                if prompt.details:
+                    sample["details"] = dict(prompt.details)
+                file.write(json_line(sample))
+
+
+def _figures(outcome: Outcome, places: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """Of one outcome: the first metric as `acc`, every metric by its own name."""
+    positions = [str(position) for _, position in places]
+
+    def by_position(values: np.ndarray, digits: int | None = None) -> dict[str, float | None]:
+        return {p: _finite(float(v), digits) for p, v in zip(positions, values.mean(axis=0), strict=True)}
+
+    figures: dict[str, Any] = {
+        "metric": outcome.metric,
+        "acc,none": float(outcome.main.mean()),
+        "acc_stderr,none": _finite(standard_error(outcome.main)),
+        "acc_by_position": by_position(outcome.main),
+        "acc_stderr_by_position": {p: _finite(standard_error(v)) for p, v in zip(positions, outcome.main.T, strict=True)},
+        "acc_interval_by_position": dict(zip(positions, _intervals(outcome.main), strict=True)),
+    }
+    if outcome.log_likelihood is not None:
+        figures["log_likelihood_by_position"] = by_position(outcome.log_likelihood, 6)
+    figures |= {"slots": [slot for slot, _ in places], "compilations": outcome.compilations, **outcome.counts}
+    for metric, values in outcome.scores.items():
+        figures |= {
+            f"{metric},none": float(values.mean()),
+            f"{metric}_stderr,none": _finite(standard_error(values)),
+            f"{metric}_by_position": by_position(values),
+        }
+    if set(ROUGE) <= outcome.scores.keys():
+        each = [{kind: float(outcome.scores[kind].flat[at]) for kind in ROUGE} for at in range(outcome.main.size)]
+        figures["rouge_corpus,none"] = corpus_rouge(each)
+    if outcome.prefix_of_outputs is not None and "prefix" in outcome.scores:
+        prefix = outcome.scores["prefix"] > 0
+        figures["prefix_differs_from_generation"] = int((outcome.prefix_of_outputs != prefix).sum())
+        for metric in outcome.scores.keys() - {"prefix"}:
+            figures[f"{metric}_but_not_prefix"] = int(((outcome.scores[metric] > 0) & ~prefix).sum())
+    return figures
+
+
+def _intervals(values: Float[np.ndarray, "Q S"]) -> list[list[float]]:
+    """95 % of the mean at each position: Wilson's of verdicts, else a bootstrap."""
+    if _are_verdicts(values):
+        return [list(wilson_interval(float(column.sum()), len(values))) for column in values.T]
+    return bootstrap_intervals(values)[:-1].tolist()
+
+
+def _are_verdicts(values: Float[np.ndarray, "Q S"]) -> bool:
+    return bool(np.isin(values, (0, 1)).all())
+
+
+def _short(value: float) -> float | bool:
+    """Verdicts as true and false, other scores with six digits."""
+    return bool(value) if value in (0.0, 1.0) else round(value, 6)
+
+
+def _finite(value: float, digits: int | None = None) -> float | None:
+    if not math.isfinite(value):
+        return None
+    return value if digits is None else round(value, digits)
 
 
 def record_of(outcome: Outcome) -> dict[str, Any]:

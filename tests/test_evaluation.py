@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from lpes_jax.errors import UserError
-from lpes_jax.evaluation import ALONE, BASELINE, Candidate, Outcome, evaluate, results_record, slots_of
+from lpes_jax.evaluation import ALONE, BASELINE, Candidate, Outcome, evaluate, slots_of
 from lpes_jax.factors import LayerFactors
 from lpes_jax.models.llama import Llama
 from lpes_jax.report.tables import differences
+from lpes_jax.results import results_record
 from lpes_jax.store.content import content_sha256
 from lpes_jax.store.provenance import environment
 from lpes_jax.tasks.key_value import KeyValue

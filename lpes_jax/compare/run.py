@@ -13,16 +13,7 @@ import numpy as np
 
 from lpes_jax.compare.checks import check
 from lpes_jax.errors import UserError
-from lpes_jax.evaluation import (
-    BASELINE,
-    Candidate,
-    default_metrics,
-    evaluate,
-    results_record,
-    rows,
-    slots_of,
-    write_samples,
-)
+from lpes_jax.evaluation import BASELINE, Candidate, default_metrics, evaluate, slots_of
 from lpes_jax.factors import LayerFactors
 from lpes_jax.json_files import is_number
 from lpes_jax.methods import Choice, Tuning, attention_buckets, hidden_channel, moice, ms_poe, self_extend, tables
@@ -34,7 +25,7 @@ from lpes_jax.report.html import write_page
 from lpes_jax.report.plots import u_curve
 from lpes_jax.report.progress import SearchProgress
 from lpes_jax.report.tables import Grid, differences, markdown, position_table, show
-from lpes_jax.results import outcome_of, record_of
+from lpes_jax.results import outcome_of, record_of, results_record, rows, write_samples
 from lpes_jax.same_model import check_loaded
 from lpes_jax.scoring import LikelihoodScorer, OptionScorer, Scorer, batch_scores
 from lpes_jax.search.plain_text import text_windows

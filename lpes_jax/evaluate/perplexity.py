@@ -9,13 +9,14 @@ import numpy as np
 from jaxtyping import Float
 
 from lpes_jax.errors import UserError
-from lpes_jax.evaluation import Candidate, environment
+from lpes_jax.evaluation import Candidate
 from lpes_jax.factors import LayerFactors
 from lpes_jax.finite import not_finite
 from lpes_jax.mesh import mesh_of
 from lpes_jax.models.llama import Loaded
 from lpes_jax.models.llama.method import of_table
 from lpes_jax.models.llama.model import Llama, check_ids
+from lpes_jax.store.provenance import environment
 from lpes_jax.tasks.perplexity import Perplexity, Window, mean_nll, perplexity, perplexity_by_position
 from lpes_jax.tasks.prompts import Split
 from lpes_jax.text_nll import token_nll

@@ -69,7 +69,7 @@ def run_evaluation(settings: EvaluateSettings) -> list[Outcome]:
     places, outcomes = _measure(settings, task, examples, loaded, chat, candidates)
     if hosts.is_first():
         config = _record(settings, loaded, chat, factors_model)
-        results = evaluation.results_record(task, outcomes, places, config, started)
+        results = results_record(task, outcomes, places, config, started)
         _write(settings, task, outcomes, places, results, loaded.identity["name"])
     return outcomes
 
@@ -141,13 +141,13 @@ def _by_length(
     if not hosts.is_first():
         return everything
     config = _record(settings, loaded, chat, factors_model)
-    record = evaluation.results_record(task, last, places, config, started)
-    record["by_length"] = {length: evaluation.figures_of(outcomes, places) for length, outcomes in by_length.items()}
+    record = results_record(task, last, places, config, started)
+    record["by_length"] = {length: figures_of(outcomes, places) for length, outcomes in by_length.items()}
     record["effective_length"] = {}
     positions = [position for _, position in places]
     with output.staged(settings.run.output_path) as folder:
         lines = _write_by_length(settings, folder, task, loaded, by_length, positions, record)
-        evaluation.write_samples(folder / "samples.jsonl", everything)
+        write_samples(folder / "samples.jsonl", everything)
     show(*lines, f"results: {settings.run.output_path}")
     return everything
 
@@ -200,14 +200,14 @@ def _write(
     grids: list[Grid] = []
     tables: list[str] = []
     for metric in outcomes[0].scores:
-        table_rows = evaluation.rows(outcomes, metric)
+        table_rows = rows(outcomes, metric)
         grids.append(position_table(table_rows, positions, f"{title}: {metric}"))
         tables.append(f"{metric}\n\n{markdown(table_rows, positions)}\n")
     if compared := differences(results["methods"]):
         tables.append(f"{outcomes[0].metric}\n\n{compared}\n")
     text = "\n".join(tables)
     with output.staged(settings.run.output_path) as folder:
-        evaluation.write_samples(folder / "samples.jsonl", outcomes)
+        write_samples(folder / "samples.jsonl", outcomes)
         picture = u_curve(folder / "positions", positions, curves, title)[1]
         write_text(folder / "results.md", text)
         write_page(folder, "evaluate", f"Evaluate: {title}", settings, results, text, {"Accuracy by position": picture})

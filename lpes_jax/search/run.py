@@ -12,7 +12,7 @@ import numpy as np
 
 from lpes_jax import hosts
 from lpes_jax.curves import bezier_outline
-from lpes_jax.evaluation import BASELINE, PLAIN, results_record, rows, write_samples
+from lpes_jax.evaluation import BASELINE, PLAIN
 from lpes_jax.factors import LayerFactors
 from lpes_jax.mark import refuse_marked
 from lpes_jax.mesh import make_mesh
@@ -21,6 +21,7 @@ from lpes_jax.models.llama.chat import make_chat
 from lpes_jax.report.html import write_page
 from lpes_jax.report.plots import factors_by_layer, search_history, u_curve
 from lpes_jax.report.tables import Grid, by_task, differences, markdown, position_table, show
+from lpes_jax.results import results_record, rows, write_samples
 from lpes_jax.same_model import check_loaded
 from lpes_jax.search.checks import check, tasks_asked
 from lpes_jax.search.loop import SearchResult, search

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from lpes_jax.errors import UserError
-from lpes_jax.evaluation import json_line
 from lpes_jax.factors import LayerFactors
+from lpes_jax.results import json_line
 from lpes_jax.search.plain_text import text_windows
 from lpes_jax.tasks import make_task
 from lpes_jax.tasks.data import json_rows
