@@ -27,7 +27,7 @@ from lpes_jax.models.llama import load  # noqa: E402
 from lpes_jax.models.llama.checkpoint import save_llama  # noqa: E402
 from lpes_jax.models.llama.prefix import single_prompts  # noqa: E402
 from lpes_jax.prefixes import Batch  # noqa: E402
-from lpes_jax.scoring import population_scores  # noqa: E402
+from lpes_jax.scores import population_scores  # noqa: E402
 from lpes_jax.tasks.key_value import KeyValue  # noqa: E402
 
 PROMPTS, LENGTH, REPEATS = 8, 420, 5

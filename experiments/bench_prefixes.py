@@ -18,7 +18,8 @@ import numpy as np
 import tyro
 
 from lpes_jax.models.llama import load
-from lpes_jax.scoring import Scorer, Scores
+from lpes_jax.scores import Scores
+from lpes_jax.scoring import Scorer
 from lpes_jax.store.provenance import environment
 from lpes_jax.tasks import prompts as task_prompts
 from lpes_jax.tasks.key_value import KeyValue

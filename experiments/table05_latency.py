@@ -48,7 +48,7 @@ from lpes_jax.models.llama.generate import greedy
 from lpes_jax.models.llama.method import Method, of_table
 from lpes_jax.prefixes import pack_rows
 from lpes_jax.rope import RopeParameters
-from lpes_jax.scoring import batch_scores
+from lpes_jax.scores import batch_scores
 from lpes_jax.store.provenance import environment
 
 SHAPES = {"llama-2-7b": "llama-2-7b-chat", "llama-2-13b": "vicuna-13b-v1.5", "qwen2.5-7b": "qwen2.5-7b"}  # and their zoo cards

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lpes_jax.factors import LayerFactors
     from lpes_jax.models.llama import Llama, LlamaConfig, load_model, load_tokenizer
     from lpes_jax.rope import scale_layers
-    from lpes_jax.scoring import population_scores
+    from lpes_jax.scores import population_scores
     from lpes_jax.search.run import run_search
     from lpes_jax.settings.evaluate import EvaluateSettings
     from lpes_jax.settings.search import SearchSettings, preset
@@ -44,7 +44,7 @@ else:
             "load_model": "lpes_jax.models.llama",
             "load_tokenizer": "lpes_jax.models.llama",
             "logits": "lpes_jax.api",
-            "population_scores": "lpes_jax.scoring",
+            "population_scores": "lpes_jax.scores",
             "preset": "lpes_jax.settings.search",
             "run_evaluation": "lpes_jax.evaluate.run",
             "run_search": "lpes_jax.search.run",

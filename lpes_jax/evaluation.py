@@ -42,7 +42,8 @@ from lpes_jax.finite import not_finite
 from lpes_jax.generation import generate_ids
 from lpes_jax.methods import Maker
 from lpes_jax.models.llama.model import Llama
-from lpes_jax.scoring import LikelihoodScorer, OptionScorer, Scorer
+from lpes_jax.scores import LikelihoodScorer
+from lpes_jax.scoring import OptionScorer, Scorer
 from lpes_jax.tasks import prompts as task_prompts
 from lpes_jax.tasks.leaks import count_leaky
 from lpes_jax.tasks.metrics import begins_with

@@ -22,7 +22,7 @@ from lpes_jax.models.llama.method import Method, of_table
 from lpes_jax.models.llama.model import Llama, check_ids
 from lpes_jax.prefixes import padded, round_up
 from lpes_jax.rope import Granularity
-from lpes_jax.scoring import Scores
+from lpes_jax.scores import Scores
 from lpes_jax.tasks.prompts import Prompt, encode
 
 

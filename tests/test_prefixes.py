@@ -18,7 +18,8 @@ from lpes_jax.models.llama import model as llama_model
 from lpes_jax.models.llama.method import TableMethod, of_table
 from lpes_jax.prefixes import Costs, Row, Shape, Tree, batches, groups, of_one_prompt, pack_rows, pack_trees, tree_of
 from lpes_jax.rope import RopeParameters, RopeTable
-from lpes_jax.scoring import Scorer, batch_scores
+from lpes_jax.scores import batch_scores
+from lpes_jax.scoring import Scorer
 from lpes_jax.tasks.prompts import EncodedPrompt
 
 ids = st.lists(st.integers(0, 2), min_size=1, max_size=6)  # three tokens: rows begin alike as often as not

@@ -27,7 +27,8 @@ from lpes_jax.report.progress import SearchProgress
 from lpes_jax.report.tables import Grid, differences, markdown, position_table, show
 from lpes_jax.results import outcome_of, record_of, results_record, rows, write_samples
 from lpes_jax.same_model import check_loaded
-from lpes_jax.scoring import LikelihoodScorer, OptionScorer, Scorer, batch_scores
+from lpes_jax.scores import LikelihoodScorer, batch_scores
+from lpes_jax.scoring import OptionScorer, Scorer
 from lpes_jax.search.plain_text import text_windows
 from lpes_jax.settings.compare import CompareSettings
 from lpes_jax.store import output

@@ -19,7 +19,7 @@ from lpes_jax.factors import array_of
 from lpes_jax.finite import WAY_OUT, describe_layer, shown
 from lpes_jax.report.progress import SearchProgress
 from lpes_jax.rope import Granularity
-from lpes_jax.scoring import PopulationScorer, Scores
+from lpes_jax.scores import PopulationScorer, Scores
 from lpes_jax.search import racing
 from lpes_jax.search.individuals import Individuals
 from lpes_jax.search.objective import Objective

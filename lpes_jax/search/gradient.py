@@ -48,7 +48,7 @@ from lpes_jax.models.llama.method import of_table
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.models.llama.sharding import put_model
 from lpes_jax.rope import RopeTable
-from lpes_jax.scoring import batch_scores
+from lpes_jax.scores import batch_scores
 from lpes_jax.search.minibatches import Data, Examples, Share, Windows, draws, spread, windows_a_step
 from lpes_jax.settings.search import GradientSettings, TextSettings
 from lpes_jax.text_nll import token_divergence, token_nll

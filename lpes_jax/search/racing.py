@@ -39,7 +39,7 @@ from scipy.special import stdtrit
 from lpes_jax.errors import UserError
 from lpes_jax.prefixes import families
 from lpes_jax.rope import Granularity
-from lpes_jax.scoring import LikelihoodScorer, Scores
+from lpes_jax.scores import LikelihoodScorer, Scores
 from lpes_jax.search.objective import Objective
 
 STAGES = ((0,), (1,), (2, 3), (4, 5, 6, 7))  # the eighths that each stage adds

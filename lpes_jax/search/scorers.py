@@ -15,7 +15,8 @@ from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.models.llama.sharding import put_model
 from lpes_jax.rope import Granularity
-from lpes_jax.scoring import LikelihoodScorer, OptionScorer, PopulationScorer, Scorer, Scores
+from lpes_jax.scores import LikelihoodScorer, PopulationScorer, Scores
+from lpes_jax.scoring import OptionScorer, Scorer
 from lpes_jax.search import racing
 from lpes_jax.search.racing import StagedScorer
 from lpes_jax.settings.search import SearchSettings

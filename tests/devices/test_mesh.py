@@ -25,7 +25,8 @@ from lpes_jax.models.llama.method import of_table
 from lpes_jax.models.llama.sharding import put_model
 from lpes_jax.prefixes import pack_rows
 from lpes_jax.rope import RopeTable, scale_layers
-from lpes_jax.scoring import Scorer, batch_scores, population_scores
+from lpes_jax.scores import batch_scores, population_scores
+from lpes_jax.scoring import Scorer
 from lpes_jax.tasks.prompts import EncodedPrompt
 from lpes_jax.text_nll import token_nll
 

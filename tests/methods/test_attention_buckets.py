@@ -26,7 +26,7 @@ from lpes_jax.models.llama.method import Method, of_table
 from lpes_jax.models.llama.model import hidden_states, method_logits, over_tables
 from lpes_jax.prefixes import pack_rows
 from lpes_jax.rope import RopeParameters, rope_table
-from lpes_jax.scoring import batch_scores
+from lpes_jax.scores import batch_scores
 from lpes_jax.text_nll import token_nll
 
 LENGTH = 512

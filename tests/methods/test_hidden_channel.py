@@ -27,7 +27,7 @@ from lpes_jax.methods.hidden_channel import hidden_channel, mean_states, middle_
 from lpes_jax.models.llama import Llama
 from lpes_jax.models.llama.model import output_logits, rms_norm
 from lpes_jax.prefixes import pack_rows
-from lpes_jax.scoring import batch_scores
+from lpes_jax.scores import batch_scores
 
 CHANNEL, LAYERS = 5, (1, 3)
 ANSWER = [3, 11, 7, 20]

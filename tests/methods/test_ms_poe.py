@@ -25,7 +25,7 @@ from straight_line import (
 from lpes_jax.errors import UserError
 from lpes_jax.methods.ms_poe import ms_poe, outliers
 from lpes_jax.prefixes import pack_rows
-from lpes_jax.scoring import batch_scores
+from lpes_jax.scores import batch_scores
 
 MODES = ["paper", "original", "fixed"]
 CASES = [(mode, kv_heads) for mode in MODES for kv_heads in (4, 2) if (mode, kv_heads) != ("original", 2)]

@@ -20,7 +20,8 @@ from lpes_jax.errors import UserError
 from lpes_jax.factors import read_json
 from lpes_jax.finite import first_bad_layer
 from lpes_jax.models.llama import Llama, LlamaConfig
-from lpes_jax.scoring import Scorer, Scores
+from lpes_jax.scores import Scores
+from lpes_jax.scoring import Scorer
 from lpes_jax.search import loop
 from lpes_jax.search.genetic import PaperGA
 from lpes_jax.search.loop import search

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from lpes_jax.errors import UserError
-from lpes_jax.scoring import Scorer, Scores
+from lpes_jax.scores import Scores
+from lpes_jax.scoring import Scorer
 from lpes_jax.search import loop, racing
 from lpes_jax.search.checks import check
 from lpes_jax.search.loop import search
