@@ -17,6 +17,7 @@ from lpes_jax.report.html import write_page
 from lpes_jax.report.plots import depth_by_length, u_curve
 from lpes_jax.report.progress import SearchProgress
 from lpes_jax.report.tables import Grid, differences, markdown, position_table, show
+from lpes_jax.results import figures_of, results_record, rows, write_samples
 from lpes_jax.same_model import check_loaded
 from lpes_jax.settings.evaluate import EvaluateSettings
 from lpes_jax.store import output
