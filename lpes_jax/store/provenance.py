@@ -1,6 +1,5 @@
 """Where a result comes from: versions, devices, XLA's flags, the commit, hashes of what was asked. Is a run the one begun?"""
 
-import hashlib
 import os
 import subprocess
 import sys
@@ -44,21 +43,6 @@ def check_deterministic(asked: bool) -> None:
     """Raise UserError where `--deterministic` is asked for and can no longer be had."""
     if asked and not is_deterministic():
         raise UserError(f"--deterministic: JAX is running already; set XLA_FLAGS={DETERMINISTIC} before Python starts")
-
-
-def content_sha256(path: Path, flag: str = "") -> str:
-    """Of a file, or of a folder's files with their names. Raises UserError (with the flag) for what cannot be read."""
-    digest = hashlib.sha256()
-    try:
-        for file in sorted(it for it in path.rglob("*") if it.is_file()) if path.is_dir() else [path]:
-            with file.open("rb") as contents:
-                inside = hashlib.file_digest(contents, "sha256")
-            if not path.is_dir():
-                return inside.hexdigest()
-            digest.update(f"{file.relative_to(path).as_posix()} {inside.hexdigest()}\n".encode())
-    except OSError as error:
-        raise UserError(f"{flag}{path}: cannot be read ({error.strerror})") from error
-    return digest.hexdigest()
 
 
 def check_resumed(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:

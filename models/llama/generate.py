@@ -17,19 +17,16 @@ from jaxtyping import Array, Bool, Float, Int
 
 from lpes_jax.mesh import BY_POPULATION, EVERYWHERE, mesh_of, over_population, put
 from lpes_jax.models.llama.attention import cached_attention
-from lpes_jax.models.llama.method import Layer, Method, Replacement
+from lpes_jax.models.llama.method import Method, Replacement
 from lpes_jax.models.llama.model import (
-    Layers,
+    LayerContext,
     Llama,
-    Scaled,
-    channel_of,
-    decoder_layer,
     layer_rows,
     method_logits,
     over_tables,
     prefill,
-    rms_norm,
     rotated,
+    run_layers,
 )
 from lpes_jax.rope import RopeTable, apply_gains
 
@@ -90,13 +87,13 @@ def _greedy_on_mesh(
     mesh: Mesh,
     rows: PartitionSpec,
 ) -> Continuation:
-    def of_place(
+    def of_shard(
         model: Llama, tokens: Array, lengths: Array, method: Method, stop: Array, key: jax.Array | None
     ) -> Continuation:
         return _greedy(model, tokens, lengths, method, stop, max_new_tokens, key)
 
     specs = EVERYWHERE, rows, rows, EVERYWHERE, EVERYWHERE, EVERYWHERE
-    return over_population(of_place, mesh, specs, rows)(model, tokens, lengths, method, stop, key)
+    return over_population(of_shard, mesh, specs, rows)(model, tokens, lengths, method, stop, key)
 
 
 @partial(jax.jit, static_argnames="max_new_tokens")
@@ -110,7 +107,7 @@ def _greedy(
     key: jax.Array | None = None,
 ) -> Continuation:
     batch, length = tokens.shape
-    begin = partial(_begin, model, tokens, lengths, method.replacement)
+    begin = partial(_prefill, model, tokens, lengths, method.replacement)
     last, keys, values, known = over_tables(begin, method.tables)
     room = [(0, 0), (0, 0), (0, 0), (0, max_new_tokens), (0, 0), (0, 0)]
     keys, values = jnp.pad(keys, room), jnp.pad(values, room)
@@ -122,27 +119,27 @@ def _greedy(
     def stopped(token: Int[Array, "B"]) -> Bool[Array, "B"]:
         return (token[:, None] == stop[None, :]).any(axis=-1)
 
-    def going_on(state: tuple) -> Bool[Array, ""]:
+    def unfinished(state: tuple) -> Bool[Array, ""]:
         step, _, done, _, _, _ = state
         return (step < max_new_tokens) & ~done.all()
 
     def one_token(state: tuple) -> tuple:
         step, new, done, finite, keys, values = state
         token = new[:, step - 1]
-        at = lengths + step - 1  # the position of `token`, a row its own
-        go_on = partial(_go_on, model, token, at, windows, method.replacement)
-        hidden, keys, values = over_tables(go_on, method.tables, keys, values, known)
+        positions = lengths + step - 1  # of `token`, a row its own
+        decode = partial(_decode, model, token, positions, windows, method.replacement)
+        hidden, keys, values = over_tables(decode, method.tables, keys, values, known)
         following, well = _chosen(method_logits(model, hidden, method)[:, 0], key, step)
         following = jnp.where(done, token, following.astype(tokens.dtype))
         return step + 1, new.at[:, step].set(following), done | stopped(following), finite & (done | well), keys, values
 
     state = (jnp.int32(1), new, stopped(first), finite, keys, values)
-    steps, new, _, finite, _, _ = jax.lax.while_loop(going_on, one_token, state)
+    steps, new, _, finite, _, _ = jax.lax.while_loop(unfinished, one_token, state)
     after = jnp.arange(max_new_tokens)[None, :] >= steps  # never computed: every row had stopped
     return Continuation(jnp.where(after, jnp.take(new, steps - 1, axis=1)[:, None], new), finite)
 
 
-def _begin(
+def _prefill(
     model: Llama, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], replacement: Replacement | None, table: RopeTable
 ) -> tuple[Float[Array, "B 1 E"], Array, Array, Any]:
     """The last hidden state of each prompt, its keys and values `[L, B, T, K, D]`, and the state of a replacement."""
@@ -150,10 +147,10 @@ def _begin(
     return jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1), keys, values, known
 
 
-def _go_on(
+def _decode(
     model: Llama,
     token: Int[Array, "B"],
-    at: Int[Array, "B"],
+    positions: Int[Array, "B"],
     windows: Int[Array, "L"],
     replacement: Replacement | None,
     table: RopeTable,
@@ -162,27 +159,22 @@ def _go_on(
     known: Any,
 ) -> tuple[Float[Array, "B 1 E"], Array, Array]:
     """The hidden state of one new token a row, and the cache with it."""
-    rows, attention = jnp.arange(len(token)), None if replacement is None else replacement.attention
+    batch, attention = jnp.arange(len(token)), None if replacement is None else replacement.attention
 
-    def layer(x: Array, inputs: tuple[Layers, Layer, Array, Array, Array, Any]) -> tuple[Array, tuple[Array, Array]]:
-        weights, row, window, layer_keys, layer_values, state = inputs
+    def attend(q: Array, k: Array, v: Array, context: LayerContext) -> tuple[Array, tuple[Array, Array]]:
+        row, (window, layer_keys, layer_values, state) = context.row, context.own
+        if context.scaled is not None:
+            q, k = context.scaled()
+        if attention is None:
+            q, k = rotated(q, k, row, positions[:, None])
+        cache = layer_keys.at[batch, positions].set(k[:, 0]), layer_values.at[batch, positions].set(v[:, 0])
+        if attention is not None:
+            return attention.decode(row, state, apply_gains(q, row.gains), *cache, positions), cache
+        return cached_attention(q, *cache, positions + 1, window), cache
 
-        def attend(q: Array, k: Array, v: Array, scaled: Scaled | None = None) -> tuple[Array, tuple[Array, Array]]:
-            if scaled is not None:
-                q, k = scaled()
-            if attention is None:
-                q, k = rotated(q, k, row, at[:, None])
-            cache = layer_keys.at[rows, at].set(k[:, 0]), layer_values.at[rows, at].set(v[:, 0])
-            if attention is not None:
-                return attention.decode(row, state, apply_gains(q, row.gains), *cache, at), cache
-            return cached_attention(q, *cache, at + 1, window), cache
-
-        return decoder_layer(model.config, weights, x, attend, channel=channel_of(row))
-
-    x = model.embed[...][token][:, None]
-    layers = layer_rows(model.config, table, replacement)
-    x, (keys, values) = jax.lax.scan(layer, x, (model.layers, layers, windows, keys, values, known))
-    return rms_norm(x, model.norm[...], model.config.rms_norm_eps), keys, values
+    x, rows = model.embed[...][token][:, None], layer_rows(model.config, table, replacement)
+    x, (keys, values) = run_layers(model, x, rows, attend, (windows, keys, values, known), keep=lambda x, kept: kept)
+    return x, keys, values
 
 
 def _chosen(
