@@ -191,6 +191,7 @@ def search(
                         "evaluations_of_algorithm": spent,
                         "prompts_scored": fitness.prompts_scored,
                         "search_questions": dict(counts),
+                        "longest_tokens": scorer.longest,
                         "uniform": uniform,
                         "seconds": round(time.time() - started, 3),
                         **environment(),
