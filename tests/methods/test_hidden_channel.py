@@ -137,7 +137,7 @@ def test_layers_and_what_is_refused():
     config = random_model(2).config
     with pytest.raises(UserError, match="channels are 0 to 31, got 32"):
         hidden_channel(32)(config, LENGTH)
-    with pytest.raises(UserError, match="layers 1 to 4 are not some of the model's 3"):
+    with pytest.raises(UserError, match="layers 1 to 4 are not within the model's 3"):
         hidden_channel(0, layers=(1, 4))(config, LENGTH)
     with pytest.raises(UserError, match="finite number, got nan"):
         hidden_channel(0, float("nan"))

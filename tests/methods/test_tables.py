@@ -153,7 +153,7 @@ def test_a_model_with_a_rope_type_of_its_own(tiny_config, rope):
         np.testing.assert_allclose(table.inv_freq, own.inv_freq / factors, rtol=1e-6)
         np.testing.assert_array_equal(table.attention_scaling, own.attention_scaling)
     for maker in (dynamic_ntk(2.0), ntk_by_base(2.0), yarn(2.0), lpes(FOUND, "dynamic", 2.0)):
-        with pytest.raises(lj.UserError, match=f"is of type '{rope.rope_type}' already"):
+        with pytest.raises(lj.UserError, match=f"already has the type '{rope.rope_type}'"):
             maker(config, 100)
 
 

@@ -127,7 +127,7 @@ def test_every_key_is_read_ignored_or_refused_by_its_name(tmp_path, key):
 @pytest.mark.parametrize("value", [1, 0.5, True, "gelu", [0, 3]])
 def test_keys_that_nobody_knows_are_refused_unless_they_say_nothing(tmp_path, value):
     with pytest.raises(
-        UserError, match=r"llama.attention.new_scale=.* is not known here.*--remove-metadata llama.attention.new_scale"
+        UserError, match=r"llama.attention.new_scale=.* is unknown.*--remove-metadata llama.attention.new_scale"
     ):
         hf_config(write(tmp_path / "m.gguf", attention__new_scale=value))
     for nothing in (0, 0.0, False, "", [0, 0]):

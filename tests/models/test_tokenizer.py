@@ -250,7 +250,7 @@ def test_phi3_puts_a_space_behind_special_tokens_which_swallow_those_of_the_text
     "changes, named",
     [
         ({"scores": None}, "tokenizer.ggml.scores"),
-        ({"scores": [0.0]}, "scores has not one score"),
+        ({"scores": [0.0]}, "scores lacks one score"),
         ({"remove_extra_whitespaces": True}, "remove_extra_whitespaces.*tokenizer.json"),
         ({"tokens": [*SPM_TOKENS[:-1], "a  b"]}, "'a  b' has a space.*tokenizer.json"),
         ({"add_space_prefix": 3}, "add_space_prefix"),

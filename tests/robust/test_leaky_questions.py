@@ -56,7 +56,7 @@ def faults(task: Any) -> list[tuple[str, ...]]:
 @pytest.mark.parametrize("value", ["", " ", "\t", "\n ", "\u00a0"])
 def test_pairs_without_a_value_are_refused(tmp_path, value, opener):
     path = write(tmp_path / "kv.jsonl", kv("a", "one", ("b", "two")), kv("b", value, ("a", "one")))
-    with pytest.raises(lj.UserError, match="kv.jsonl, line 2: the value asked for is .*, which every output holds"):
+    with pytest.raises(lj.UserError, match="kv.jsonl, line 2: the value asked for is .*, which every output contains"):
         make_task("kv", data=path, num_pairs=2, answer_opener=opener).examples("all", None, 0)
 
 
@@ -169,7 +169,7 @@ def test_an_order_of_nothing_would_be_every_outputs(tmp_path, output):
 
 def test_a_percentage_beyond_all_numbers_is_none(tmp_path):
     path = write(tmp_path / "z.jsonl", scrolls("9" * 400 + "%"))
-    with pytest.raises(lj.UserError, match="is no percentage"):
+    with pytest.raises(lj.UserError, match="is not a percentage"):
         make_task("zero_scrolls", data=path, subset="space_digest").examples("all", None, 0)
 
 
@@ -225,7 +225,7 @@ def test_counts_are_of_questions(asked, drop):
         by_question.setdefault(it.example, set()).update(it.faults)
     good = {example for example, found in by_question.items() if not found}
     if prompts and drop and not good:
-        with pytest.raises(lj.UserError, match=f"--drop-leaky leaves out all {len(by_question)} questions"):
+        with pytest.raises(lj.UserError, match=f"--drop-leaky drops all {len(by_question)} questions"):
             count_leaky(prompts, drop)
         return
     kept, counts = count_leaky(prompts, drop)
@@ -329,7 +329,7 @@ def test_blank_golds_have_no_beginning(model_folder, tmp_path):
         metrics=("prefix",), max_prompt_tokens=64, output_path=tmp_path / "out",
     )  # fmt: skip
     with pytest.raises(
-        lj.UserError, match="1 questions have a blank gold answer, which any output begins with; .*--drop-leaky"
+        lj.UserError, match="1 questions have a blank gold answer, with which every output begins; .*--drop-leaky"
     ):
         lj.run_evaluation(settings)
     assert not (tmp_path / "out").exists()
@@ -338,5 +338,5 @@ def test_blank_golds_have_no_beginning(model_folder, tmp_path):
     blank = write(tmp_path / "blank.jsonl", *(scrolls(" " * count) for count in (1, 2)))
     with pytest.raises(lj.UserError, match="--metrics prefix: --task zero_scrolls has no short answers"):
         lj.run_evaluation(settings.replace(data=blank, limit=2, output_path=tmp_path / "none"))
-    with pytest.raises(lj.UserError, match="--drop-leaky leaves out all 2 questions"):
+    with pytest.raises(lj.UserError, match="--drop-leaky drops all 2 questions"):
         lj.run_evaluation(settings.replace(data=blank, limit=2, drop_leaky=True, output_path=tmp_path / "none"))

@@ -40,7 +40,7 @@ def folded(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 def refused(call: Any, *arguments: Any, **more: Any) -> None:
-    with pytest.raises(lj.UserError, match=f"the model holds factors of sha256 {GAINS.sha256[:8]}.*already; use") as refusal:
+    with pytest.raises(lj.UserError, match=f"the model already holds factors of sha256 {GAINS.sha256[:8]}.*; use") as refusal:
         call(*arguments, **more)
     assert "\n" not in str(refusal.value)
 
@@ -74,7 +74,7 @@ def test_every_verb(folded, capsys, monkeypatch):
     def says_no(verb: str, *arguments: str) -> None:
         assert run(verb, *arguments) == 2
         said = capsys.readouterr().err.strip().splitlines()
-        assert len(said) == 1 and f"the model holds factors of sha256 {GAINS.sha256[:8]}" in said[0], said
+        assert len(said) == 1 and f"the model already holds factors of sha256 {GAINS.sha256[:8]}" in said[0], said
         assert not (folded.parent / "out").exists()
 
     given = ["--factors", "f.json", "--output-path", "out"]
@@ -111,7 +111,7 @@ def test_the_hook(folded):
 
     reference = AutoModelForCausalLM.from_pretrained(folded)
     for given in (GAINS, None):
-        with pytest.raises(ValueError, match=f"the model holds factors already .sha256 {GAINS.sha256[:8]}."):
+        with pytest.raises(ValueError, match=f"the model already holds factors .sha256 {GAINS.sha256[:8]}."):
             apply_layer_factors(reference, given)
 
 

@@ -223,10 +223,10 @@ def test_weights(tiny_config, capsys):
     assert check_model(factors, tiny_config)["weights"] == "unknown" and capsys.readouterr().err == ""
     check_model(LayerFactors.uniform(1.5, 3), tiny_config, where="by_hand.json")
     said = capsys.readouterr().err
-    assert said == "note: by_hand.json: names no model that it was found for, so its shape alone was checked\n"
+    assert said == "note: by_hand.json: does not name the model it was found for, so only its shape was checked\n"
     check_model(factors, replace(tiny_config, vocab_size=5), sha256="cd" * 32, where="f.json", other_model=True)
     said = capsys.readouterr().err
-    assert said == "warning: f.json: found for another model, mine (vocab_size 300, here 5), and used all the same\n"
+    assert said == "warning: f.json: found for another model, mine (vocab_size 300, here 5), and used anyway\n"
 
 
 # Files
@@ -339,7 +339,7 @@ def test_evaluate_says_whose_factors_it_measured(folders, factors_file, tmp_path
             )
             assert record["factors_model"]["weights"] == "other" and record["factors_model"]["differs"] == []
         else:
-            assert "(rope_theta 10000.0, here 20000.0), and used all the same" in line
+            assert "(rope_theta 10000.0, here 20000.0), and used anyway" in line
             assert record["factors_model"] == {
                 **{name: LayerFactors.load(factors_file).model[name] for name in ("name", "sha256")},
                 **{"weights": "same", "differs": ["rope_theta 10000.0, here 20000.0"], "other_model": True},
@@ -365,7 +365,7 @@ def test_a_search_records_its_model_and_takes_anothers_start_where_that_is_asked
     arguments = ["--model", str(folders["rope"]), *flags, str(factors_file), "--output-path", str(tmp_path / "run"), *few]
     arguments += ["--search-positions", "0", "--weights", "1"]
     assert search([*arguments, "--other-model"]) == 0
-    assert "and used all the same" in capsys.readouterr().err
+    assert "and used anyway" in capsys.readouterr().err
     record = json.loads((tmp_path / "run/results.json").read_text())["config"]
     assert record["factors_model"]["differs"] == ["rope_theta 10000.0, here 20000.0"] and record["other_model"] is True
     new, own = LayerFactors.load(tmp_path / "run/factors.json"), load(str(folders["rope"]), "float32")
@@ -412,7 +412,7 @@ def test_bands_go_by_the_rotated_part_of_a_head():
     config = LlamaConfig(300, 64, 96, 3, 4, 2, 16, 1e-5, 512, half, model_type="phi3")
     three = LayerFactors(np.ones((3, 3)), "layer_band")
     assert lpes(three)(config, 8).tables.inv_freq.shape[-1] == 6
-    with pytest.raises(lj.UserError, match="8 bands do not divide the model's 6 frequencies a head"):
+    with pytest.raises(lj.UserError, match="8 bands do not divide the model's 6 frequencies per head"):
         lpes(LayerFactors(np.ones((3, 8)), "layer_band"))(config, 8)
 
 
@@ -442,7 +442,7 @@ def test_the_hook_in_torch(folders, factors_file, tmp_path):
     factors = LayerFactors.load(factors_file)
     for form in (factors_file, factors, json.loads(factors_file.read_text())):
         apply_layer_factors(own, form).close()
-        with pytest.raises(ValueError, match=r"another model \(num_kv_heads 2, here 6\); other_model=True takes them"):
+        with pytest.raises(ValueError, match=r"another model \(num_kv_heads 2, here 6\); other_model=True accepts them"):
             apply_layer_factors(heads, form)
         with pytest.raises(ValueError, match=r"\(rope_theta 10000.0, here 20000.0\)"):
             apply_layer_factors(other_rope, form)

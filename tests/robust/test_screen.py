@@ -9,7 +9,7 @@ import warnings
 import pytest
 from rich.console import Console
 
-from lpes_jax.process import PLAIN, _Outliving, one_line, plain
+from lpes_jax.process import PLAIN, _Surviving, one_line, plain
 from lpes_jax.report.plots import u_curve
 from lpes_jax.report.progress import SearchProgress
 from lpes_jax.report.tables import Grid, Row, position_table, printable, show
@@ -71,7 +71,7 @@ def test_show_survives_a_reader_that_is_gone(monkeypatch):
 
 def test_a_command_s_stream_drops_what_nobody_reads():
     reader, writer = os.pipe()
-    stream = io.TextIOWrapper(io.BufferedWriter(_Outliving(writer)), "ascii", PLAIN, line_buffering=True)
+    stream = io.TextIOWrapper(io.BufferedWriter(_Surviving(writer)), "ascii", PLAIN, line_buffering=True)
     print("± é", file=stream)
     assert os.read(reader, 100) == b"+/- \\xe9\n"
     os.close(reader)

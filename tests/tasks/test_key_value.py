@@ -205,7 +205,7 @@ def test_several_queries_of_a_row_are_of_its_split(tmp_path):
             prompt = task.prompt(example, 1)  # where the row's own gold pair stands
             assert keys[1] in golds and split_of(keys[prompt.slot]) == split
             assert (prompt.slot == 1) == (example.number == 0)
-    with pytest.raises(UserError, match=r"line 1: only \d of its keys are of the same split"):
+    with pytest.raises(UserError, match=r"line 1: only \d of its keys have a value and belong to the split"):
         KeyValue(num_pairs=10, data=path, queries_per_haystack=10).examples("all", None, seed=0)
 
 
@@ -217,7 +217,7 @@ def test_several_queries_of_a_row_are_of_its_split(tmp_path):
         ([1, 2], "line 2: not a lost-in-the-middle row"),
         ({"key": "a", "value": "b"}, "line 2: not a lost-in-the-middle row"),
         ({"ordered_kv_records": [["a", 1]], "key": "a", "value": 1}, "line 2: not a lost-in-the-middle row"),
-        (row("x", others=("o1", "o2", "o1")), "line 2: the key 'o1' stands there twice"),
+        (row("x", others=("o1", "o2", "o1")), "line 2: the key 'o1' is repeated"),
         ({**row("x"), "value": "another"}, "line 2: the pair asked for .'x'. is not among"),
         (row("x", others=("o1",)), "line 2: 2 pairs, but --num-pairs is 4; use at most 2"),
         (row("gold"), "line 2: the same example as line 1"),

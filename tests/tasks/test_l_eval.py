@@ -140,7 +140,7 @@ def test_documents_are_split_with_all_their_questions(rows_file):
         ("tpo", row(("a", "yes")), "line 1: the output 'yes' begins with no letter from A to D; is this a file of tpo"),
         ("tpo", row(("a", "")), "line 1: the output '' begins with no letter"),
         ("sci_fi", row(("a", "True")), "line 1: the output 'True' is not like 'True .fact: False.'"),
-        ("news_summ", row(("a", "B")), "no row is measured by 'rouge', as those of news_summ are; is it its file"),
+        ("news_summ", row(("a", "B")), "no row is measured by 'rouge', as rows of news_summ are; is it the right file"),
     ],
 )
 def test_bad_files_are_named(rows_file, subset, bad, message):
@@ -149,7 +149,7 @@ def test_bad_files_are_named(rows_file, subset, bad, message):
 
 
 def test_an_unknown_subset(rows_file):
-    with pytest.raises(UserError, match=f"--subset 'codeU' is not of L-Eval; its tasks here are: {', '.join(SUBSETS)}"):
+    with pytest.raises(UserError, match=f"--subset 'codeU' is not in L-Eval; its supported tasks are: {', '.join(SUBSETS)}"):
         LEval("codeU", rows_file(row(("a", "B"))))
 
 

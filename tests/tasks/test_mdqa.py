@@ -207,14 +207,14 @@ def test_a_haystack_has_no_answer_to_another_question_of_its_own(rows_file):
     assert examples and all(sum("twin" in it.answers for it in example.haystack) <= 1 for example in examples)
     splits = [question_split(example.haystack[0].question) for example in examples]
     assert set(splits[:10]) == {"search", "test"}  # not one behind the other
-    with pytest.raises(UserError, match="--num-documents 50: the passages of the 'test' split of .* make no haystack"):
+    with pytest.raises(UserError, match="--num-documents 50: the passages of the 'test' split of .* form no haystack"):
         replace(task, num_documents=50).examples("test", 1, 0)
 
 
 @pytest.mark.parametrize(
     "bad, message",
     [
-        ("{not json", "line 2: not a lost-in-the-middle row .*no JSON"),
+        ("{not json", "line 2: not a lost-in-the-middle row.*not JSON"),
         ({"question": "q", "ctxs": []}, "line 2: not a lost-in-the-middle row .*without answers"),
         ({"question": "q", "answers": [], "ctxs": row(1)["ctxs"]}, "line 2: not a lost-in-the-middle row"),
         ({"question": "q", "answers": "yes", "ctxs": row(1)["ctxs"]}, "line 2: not a lost-in-the-middle row"),
@@ -223,7 +223,7 @@ def test_a_haystack_has_no_answer_to_another_question_of_its_own(rows_file):
         ({**row(1), "ctxs": row(1)["ctxs"][:1] * 3}, "line 2: not a lost-in-the-middle row"),  # three
         ({**row(1), "ctxs": [{"title": "t"}]}, "line 2: not a lost-in-the-middle row"),
         (row(1, 2), "line 2: 2 documents, but --num-documents is 3; use at most 2, or --distractors random"),
-        ({**row(1), "question": "Question 0?"}, "line 2: the question 'Question 0\\?' stands in an earlier line"),
+        ({**row(1), "question": "Question 0?"}, "line 2: the question 'Question 0\\?' is in an earlier line"),
     ],
 )
 def test_bad_lines_are_named(rows_file, bad, message):
@@ -244,7 +244,7 @@ def test_settings_that_cannot_be(rows_file):
             "from 1 to one below --num-documents",
         ),
         ({"data": data, "queries_per_haystack": 2}, "--queries-per-haystack above 1 needs --distractors random"),
-        ({"data": data, "num_pairs": 5}, "--num-pairs is no setting of --task mdqa; it has: --data, --num-documents"),
+        ({"data": data, "num_pairs": 5}, "--num-pairs is not a setting of --task mdqa, which has: --data, --num-documents"),
     ):
         with pytest.raises(UserError, match=message):
             make_task("mdqa", **settings)

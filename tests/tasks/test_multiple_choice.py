@@ -108,7 +108,7 @@ def test_ceval(tmp_path):
 @pytest.mark.parametrize(
     "rows, header, message",
     [
-        ([["q", "a", "b", "c"]], None, "x.csv, line 1: 4 columns; without a header"),
+        ([["q", "a", "b", "c"]], None, "x.csv, line 1: 4 columns; a file without a header"),
         ([ROWS[0], ["q", "a", "b"]], None, "x.csv, line 3: 3 columns, but 6 above"),  # the first row takes two
         ([["q", "a", "b", "c", "d", "E"]], None, "x.csv, line 1: the answer 'E' is none of A, B, C, D"),
         ([], ["id", "question", "A", "B", "C", "D"], "line 1: the header lacks answer; C-Eval's test files have none"),
@@ -130,7 +130,7 @@ def test_settings_that_cannot_be(mmlu, tmp_path):
     for settings, message in (
         ({}, "--data is needed: a folder with dev/ and test/"),
         ({"data": mmlu / "dev"}, "no folder test/ in it; the files are those of hendrycks/test"),
-        ({"data": mmlu, "subjects": ("law",)}, "has no law_test.csv; the subjects there are: anatomy, world_religions"),
+        ({"data": mmlu, "subjects": ("law",)}, "has no law_test.csv; its subjects are: anatomy, world_religions"),
         ({"data": mmlu, "num_shots": -1}, "--num-shots must be at least 0, got -1"),
     ):
         with pytest.raises(UserError, match=message):

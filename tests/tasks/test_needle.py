@@ -14,7 +14,7 @@ TWO = Example((("brave-otter", "1234567"), ("shy-lynx", "7654321")), (1,), ("One
 
 GOLDEN = Example(
     needles=(("sunny-otter", "9955336"), ("eager-beetle", "6747387")),
-    others_at=(0,),
+    other_slots=(0,),
     filler=("The patient driver lent a mirror to the clever shepherd at the library at dawn.",),
 )
 
@@ -105,7 +105,7 @@ def test_settings_that_cannot_be():
     ):
         with pytest.raises(UserError, match=message):
             Needle(**settings)
-    with pytest.raises(UserError, match="--lengths: 20 tokens hold no needle"):
+    with pytest.raises(UserError, match="--lengths: 20 tokens are too few"):
         Needle().of_length(20, words)
     with pytest.raises(UserError, match="need a --limit"):
         Needle().examples("test", None, seed=0)

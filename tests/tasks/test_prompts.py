@@ -198,7 +198,7 @@ def test_stop_texts():
     assert before_stop("one", ("\n",)) == before_stop("one", ()) == "one"
     assert before_stop("\none", ("\n",)) == ""
     assert checked_stop(["\n", "."]) == ("\n", ".")
-    for wrong, message in (("\\n", "has a backslash and an n, no line end"), ("", "is empty")):
+    for wrong, message in (("\\n", "has a backslash and an n, not a line end"), ("", "is empty")):
         with pytest.raises(UserError, match=f"--stop .*{message}"):
             checked_stop([wrong])
 

@@ -245,26 +245,26 @@ def test_words_come_from_a_file(tmp_path):
     task = make_task("cwe", data=path, num_words=60)
     [example] = task.examples("test", 1, 0)
     assert len(set(example.words)) == 60 and all(re.fullmatch(r"w\d+x", word) for word in example.words + example.shot)
-    with pytest.raises(UserError, match="words.txt: 90 different words, and 91 are needed; use fewer --num-words"):
+    with pytest.raises(UserError, match="words.txt: 90 different words, but 91 are needed; use fewer --num-words"):
         make_task("cwe", data=path, num_words=91).examples("test", 1, 0)
 
 
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("niah", {"subset": "single_4"}, "--subset 'single_4' is no variant of --task niah; they are: single_1, "),
-        ("niah", {"num_keys": 3}, "--num-keys: --subset single_1 has as many needles as RULER's"),
+        ("niah", {"subset": "single_4"}, "--subset 'single_4' is not a variant of --task niah, which are: single_1, "),
+        ("niah", {"num_keys": 3}, "--num-keys: --subset single_1 has RULER's number of needles"),
         ("niah", {"subset": "multikey_1", "queries_per_haystack": 2}, "--queries-per-haystack above 1 is for"),
         ("niah", {"subset": "multikey_2", "queries_per_haystack": 4, "num_lines": 2}, "from 1 to one above --num-lines"),
-        ("niah", {"data": "essay.txt"}, "--data: the haystack of --subset single_1 is no essay"),
+        ("niah", {"data": "essay.txt"}, "--data: the haystack of --subset single_1 is not an essay"),
         ("niah", {"subset": "single_2", "data": "no.txt"}, "--data no.txt: no such file; any text file"),
         ("niah", {"num_lines": -1}, "--num-lines must be at least 0"),
         ("vt", {"answer_opener": "x"}, "--answer-opener 'x': a prompt of --task vt ends in ' ' or in ''"),
-        ("vt", {"num_lines": 0}, "--num-lines 0: its 0 pieces are too few for the 5 assignments"),
+        ("vt", {"num_lines": 0}, "--num-lines 0: has 0 pieces, too few for the 5 assignments"),
         ("vt", {"num_hops": 0}, "--num-hops must be at least 1"),
         ("cwe", {"num_words": 9}, "--num-words 9: a list has 10 common words"),
         ("cwe", {"num_words": 5000}, r"--num-words 5000: there are 1477 words; use fewer, or --data FILE"),
-        ("fwe", {"num_words": 20}, "the third word would stand 1 times and the fourth 0 times|neither is the more frequent"),
+        ("fwe", {"num_words": 20}, "the third and the fourth word would occur equally often|use more words"),
         ("fwe", {"alpha": 1.0}, "--alpha must be above 1"),
     ],
 )
