@@ -31,13 +31,14 @@ from transfer import load_cell
 
 from lpes_jax.errors import UserError
 from lpes_jax.evaluation import environment
-from lpes_jax.factors import LayerFactors, write_json
+from lpes_jax.factors import LayerFactors
 from lpes_jax.models.llama import Llama, Loaded, load
 from lpes_jax.models.llama.attention import causal_attention
 from lpes_jax.models.llama.model import decoder_layer, layer_rows, rotated
 from lpes_jax.report.plots import BASELINE, FOUND, OTHERS, plain, save
 from lpes_jax.rope import RopeTable
 from lpes_jax.scoring import round_up
+from lpes_jax.store.files import write_json
 from lpes_jax.tasks import make_task
 from lpes_jax.tasks.data import content_id
 from lpes_jax.tasks.prompts import Prompt, fit
@@ -70,7 +71,7 @@ class Settings:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on a GPU, float32 on a CPU."""
     batch_size: int = 4
-    """Prompts a forward pass."""
+    """Prompts per forward pass."""
 
 
 def looks(

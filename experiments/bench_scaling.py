@@ -18,10 +18,10 @@ import tyro
 from grid import markdown_table
 
 from lpes_jax.evaluation import environment
-from lpes_jax.factors import write_json
 from lpes_jax.mesh import make_mesh
 from lpes_jax.models.llama import load
 from lpes_jax.scoring import Scorer
+from lpes_jax.store.files import write_json
 from lpes_jax.tasks import prompts as task_prompts
 from lpes_jax.tasks.key_value import KeyValue
 

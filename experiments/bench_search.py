@@ -32,12 +32,12 @@ from grid import markdown_table  # noqa: E402
 from table05_latency import config_of, random_model  # noqa: E402
 
 from lpes_jax.curves import bezier  # noqa: E402
-from lpes_jax.factors import write_json  # noqa: E402
 from lpes_jax.models.llama import load_tokenizer  # noqa: E402
 from lpes_jax.models.llama.checkpoint import save_llama  # noqa: E402
 from lpes_jax.search.genetic import PaperGA  # noqa: E402
 from lpes_jax.search.lattice import Lattice  # noqa: E402
 from lpes_jax.settings.search import preset  # noqa: E402
+from lpes_jax.store.files import write_json  # noqa: E402
 from lpes_jax.store.provenance import environment  # noqa: E402
 
 PAPER = {"factors from curves": 5.2, "mutation": 4.5, "crossover": 2.3, "inference": 1167.4}  # seconds on 4 H100s

@@ -29,10 +29,11 @@ from transfer import load_cell
 
 from lpes_jax.errors import UserError
 from lpes_jax.evaluation import BASELINE, Candidate, Outcome, environment, evaluate, slots_of, write_samples
-from lpes_jax.factors import LayerFactors, write_json
+from lpes_jax.factors import LayerFactors
 from lpes_jax.models.llama import Loaded, load
 from lpes_jax.models.llama.chat import Chat, make_chat
 from lpes_jax.statistics import paired_permutation_test
+from lpes_jax.store.files import write_json
 from lpes_jax.tasks import make_task, settings_of
 from lpes_jax.tasks.chat import ChatTask
 from lpes_jax.tasks.data import content_id
@@ -76,7 +77,7 @@ class BenchmarkFlags:
     data_folder: Path
     """Where the benchmarks' files lie, in folders of any depth."""
     output_path: Path
-    """Folder of the cells, of tables.md and summary.json."""
+    """Folder of the cells, tables.md and summary.json."""
     model: str = "smollm2-135m-instruct"
     """A name in models/zoo, a folder in Hugging Face layout, a .gguf file, or a Hugging Face hub id."""
     columns: tuple[str, ...] = ()
@@ -94,9 +95,9 @@ class BenchmarkFlags:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on a GPU, float32 on a CPU."""
     batch_size: int | None = None
-    """Prompts a forward pass (default: chosen from the memory)."""
+    """Prompts per forward pass (default: chosen from the memory)."""
     part: str = "0/1"
-    """i/n: measure the columns i, i + n, ... alone (from 0), and write no tables."""
+    """i/n: measure only the columns i, i + n, ... (from 0), and write no tables."""
 
 
 def run_table(

@@ -37,11 +37,12 @@ from transfer import compare, load_cell
 from lpes_jax.errors import UserError
 from lpes_jax.evaluate.perplexity import text_nlls
 from lpes_jax.evaluation import BASELINE, Candidate, environment
-from lpes_jax.factors import LayerFactors, write_json
+from lpes_jax.factors import LayerFactors
 from lpes_jax.methods.tables import dynamic_ntk, lpes, position_interpolation
 from lpes_jax.models.llama import Loaded, load
 from lpes_jax.report.plots import BASELINE as GREY
 from lpes_jax.report.plots import FOUND, OTHERS, plain, save
+from lpes_jax.store.files import write_json
 from lpes_jax.tasks import make_task
 from lpes_jax.tasks.data import content_id
 from lpes_jax.tasks.perplexity import Window, slide
@@ -61,7 +62,7 @@ class Settings:
     data_folder: Path
     """Where files with documents lie, in folders of any depth."""
     output_path: Path = Path("runs/extrapolation")
-    """Folder of the cells, of tables.md, summary.json and the pictures."""
+    """Folder of the cells, tables.md, summary.json and the plots."""
     model: str = "smollm2-135m-instruct"
     """A name in models/zoo, a folder in Hugging Face layout, a .gguf file, or a Hugging Face hub id."""
     stretch: tuple[int, ...] = (2,)
@@ -79,7 +80,7 @@ class Settings:
     batch_size: int = 1
     """Windows a forward pass."""
     part: str = "0/1"
-    """i/n: measure the cells i, i + n, ... alone (from 0), and write no tables."""
+    """i/n: measure only the cells i, i + n, ... (from 0), and write no tables."""
 
 
 def texts_of(folder: Path) -> dict[str, str]:

@@ -82,7 +82,7 @@ class Settings:
     """Which model and methods, on what; what is not given stays as compare has it."""
 
     output_path: Path = Path("runs/table01")
-    """Folder of the comparisons, of tables.md and summary.json."""
+    """Folder of the comparisons, tables.md and summary.json."""
     tasks: tuple[Literal["kv", "mdqa"], ...] = ("kv",)
     """kv: generated key-value pairs; mdqa: with --mdqa-data, other questions' documents as distractors."""
     model: str = "smollm2-135m-instruct"
@@ -124,9 +124,9 @@ class Settings:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on a GPU, float32 on a CPU."""
     batch_size: int | None = None
-    """Prompts a forward pass (default: chosen from the memory)."""
+    """Prompts per forward pass (default: chosen from the memory)."""
     part: str = "0/1"
-    """i/n: run the comparisons i, i + n, ... alone (from 0), and write no tables."""
+    """i/n: run only the comparisons i, i + n, ... (from 0), and write no tables."""
 
 
 def comparisons(s: Settings) -> dict[str, CompareSettings]:

@@ -34,7 +34,7 @@ from transfer import load_cell
 from lpes_jax.compare import NAMES
 from lpes_jax.errors import UserError
 from lpes_jax.evaluation import BASELINE, environment
-from lpes_jax.factors import LayerFactors, write_json
+from lpes_jax.factors import LayerFactors
 from lpes_jax.methods import Maker
 from lpes_jax.methods.attention_buckets import attention_buckets
 from lpes_jax.methods.hidden_channel import hidden_channel
@@ -48,6 +48,7 @@ from lpes_jax.models.llama.generate import greedy
 from lpes_jax.models.llama.method import Method, of_table
 from lpes_jax.rope import RopeParameters
 from lpes_jax.scoring import batch_scores, pack_rows
+from lpes_jax.store.files import write_json
 
 SHAPES = {"llama-2-7b": "llama-2-7b-chat", "llama-2-13b": "vicuna-13b-v1.5", "qwen2.5-7b": "qwen2.5-7b"}  # and their zoo cards
 PAPER = {"baseline": 0.71, "attention_buckets": 3.38, "ms_poe": 1.03, "moice": 1.72, "lpes": 0.71}  # seconds a sample
@@ -58,7 +59,7 @@ class Settings:
     """Which sizes, and how often."""
 
     output_path: Path = Path("runs/table05")
-    """Folder of the cells, of tables.md and summary.json."""
+    """Folder of the cells, tables.md and summary.json."""
     shape: Literal["llama-2-7b", "llama-2-13b", "qwen2.5-7b"] = "llama-2-7b"
     """Sizes of a model, with random weights."""
     model: str | None = None

@@ -28,10 +28,12 @@ from jaxtyping import Float
 from lpes_jax.errors import UserError
 from lpes_jax.evaluate.perplexity import text_nlls
 from lpes_jax.evaluation import BASELINE, Candidate, Outcome, default_metrics, environment, evaluate, slots_of
-from lpes_jax.factors import LayerFactors, read_json, write_json
+from lpes_jax.factors import LayerFactors
+from lpes_jax.json_files import read_json
 from lpes_jax.models.llama import LlamaConfig, Loaded, load
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.statistics import paired_permutation_test, standard_error
+from lpes_jax.store.files import write_json
 from lpes_jax.tasks import make_task
 from lpes_jax.tasks.perplexity import Perplexity, Window
 from lpes_jax.tasks.prompts import Overlength, Split, Task
@@ -80,9 +82,9 @@ class TargetFlags:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on a GPU, float32 on a CPU."""
     batch_size: int | None = None
-    """Prompts a forward pass (default: chosen from the memory)."""
+    """Prompts per forward pass (default: chosen from the memory)."""
     part: str = "0/1"
-    """i/n: run the cells i, i + n, ... alone (from 0), and write no tables."""
+    """i/n: run only the cells i, i + n, ... (from 0), and write no tables."""
 
 
 def targets_of(flags: TargetFlags) -> dict[str, Task]:
@@ -227,7 +229,7 @@ class Settings(TargetFlags):
     models: tuple[str, ...] = ("smollm2-135m-instruct",)
     """Names in models/zoo, folders in Hugging Face layout, .gguf files, or Hugging Face hub ids."""
     output_path: Path = Path("runs/transfer")
-    """Folder of the cells, of tables.md and summary.json."""
+    """Folder of the cells, tables.md and summary.json."""
 
 
 def main(s: Settings) -> None:

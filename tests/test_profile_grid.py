@@ -136,7 +136,7 @@ def test_the_first_sentence(grid):
     made.ceiling["near_keys"] = (1.0, 0.98, 1.0)
     fill(made, "near_keys", 200, 80, (0.0, 0.25, 1.0))
     assert sentence(made, "M", 0).startswith(
-        "M finds a fact at every position in prompts of up to 200 tokens (kv); in near_keys not even in prompts of 200 tokens, with 95 %"
+        "M finds a fact at every position in prompts of up to 200 tokens (kv); in near_keys not even in prompts of 200 tokens"
     )
     made.ceiling = {"kv": (0.1, 0.0, 0.2), "near_keys": (0.42, 0.3, 0.5)}
     assert "answers none of these tasks even without a haystack (at best 42 %)" in sentence(made, "M", 0)
