@@ -1,13 +1,14 @@
-"""Where each layer looks, against the scaling factor, and how spread its attention is beside its found factor (Figure 5).
+"""The attention of each layer by position, against the scaling factor, and its entropy beside the found factor (Figure 5).
 
     python experiments/attention_by_position.py --data qmsum/ALL_val.jsonl --scales 1 1.2 1.5 2 --factors RUN/factors.json
 
-A prompt of QMSum (or of another summary or question of ZeroSCROLLS) is instruction, context and query. The attention of the
-last --queries tokens, from which the answer starts, is shared out over what stands before the context, its three thirds in
-tokens, and what stands behind: the mean over queries, heads and prompts, layer by layer. Entropy is that of the same weights,
-in nats. The model attends as it always does; weights of these few queries alone are computed besides, one layer at a time.
+A prompt of QMSum (or of another summary or question task of ZeroSCROLLS) is instruction, context and query. The attention of
+the last --queries tokens, from which the answer starts, is divided among the part before the context, its three thirds in
+tokens, and the part after it: the mean over queries, heads and prompts, per layer. Entropy is that of the same weights, in
+nats. The model runs unchanged; only the weights of these few queries are computed in addition, one layer at a time.
 
-One JSON a scale: what is there is not measured again. Then attention_by_position.{png,svg}, tables.md and summary.json.
+Each scale writes one JSON file; existing ones are not measured again. Then attention_by_position.{png,svg}, tables.md and
+summary.json are written.
 
 Letters: L layers, B prompts, N queries, T tokens, H heads, K key-value heads, D head dim, R regions.
 """
@@ -48,22 +49,22 @@ REGIONS = ("before", "first third", "middle third", "last third", "behind")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Which model and prompts, which scales."""
+    """The model, the prompts and the scales."""
 
     data: Path
     """QMSum's ALL_val.jsonl or a validation file of ZeroSCROLLS."""
     subset: str = "qmsum"
-    """Which of ZeroSCROLLS that is."""
+    """The subset of ZeroSCROLLS."""
     output_path: Path = Path("runs/attention_by_position")
-    """Folder of the cells, the picture and the tables."""
+    """Folder of the cells, the plot and the tables."""
     model: str = "smollm2-135m-instruct"
     """A name in models/zoo, a folder in Hugging Face layout, a .gguf file, or a Hugging Face hub id."""
     scales: tuple[float, ...] = (1.0, 1.2, 1.5, 2.0)
-    """Uniform factors; 1 is the model as it is, and always measured."""
+    """Uniform factors; 1 is the plain model, and is always measured."""
     factors: Path | None = None
-    """factors.json of a search, measured as well."""
+    """factors.json of a search, measured too."""
     limit: int = 20
-    """Prompts, spread evenly over the file."""
+    """Prompts, evenly spaced over the file."""
     queries: int = 16
     """N: last tokens of a prompt whose attention is read."""
     max_prompt_tokens: int = 3584
@@ -96,7 +97,7 @@ def looks(
 def attention_of(
     model: Llama, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], edges: Int[Array, "B R1"], table: RopeTable, queries: int
 ) -> tuple[Float[Array, "L B R"], Float[Array, "L B"]]:
-    """`looks` of every layer. Raises UserError for a model of which layers have a sliding window in use."""
+    """`looks` of every layer. Raises UserError for a model with sliding windows in use."""
     config, positions = model.config, jnp.arange(tokens.shape[1])
     if (config.windows(tokens.shape[1]) < tokens.shape[1]).any():
         raise UserError(
@@ -125,7 +126,7 @@ def edges_of(prompt: Prompt, whole: Prompt, starts: Sequence[int]) -> list[int]:
 
 
 def measure(s: Settings, loaded: Loaded, factors: LayerFactors) -> dict[str, Any]:
-    """Mass of each region and entropy, by layer."""
+    """The mass of each region and the entropy, per layer."""
     config, tokenizer = loaded.model.config, loaded.tokenizer
     task = make_task("zero_scrolls", data=s.data, subset=s.subset, max_prompt_tokens=s.max_prompt_tokens)
     whole = [task.prompt(example, 0) for example in spread(task.examples("all", None, 0), s.limit)]
@@ -161,7 +162,7 @@ def measure(s: Settings, loaded: Loaded, factors: LayerFactors) -> dict[str, Any
 
 
 def main(s: Settings) -> None:
-    """Measure what is missing, write the tables and draw."""
+    """Measure missing scales, write the tables and draw the plot."""
     for name in ("limit", "queries", "batch_size"):
         if getattr(s, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(s, name)}")

@@ -1,15 +1,15 @@
-"""Racing: the same searches with `--race` and without, on several seeds: what is found, and what it costs.
+"""Racing: the same searches with and without `--race`, on several seeds: results and costs.
 
     python experiments/bench_racing.py --model tiny-retriever --num-pairs 8 --limit 48 --test-limit 40 --seeds 0 1 2
     python experiments/bench_racing.py --model LLAMA-2-7B --preset paper --limit 200 --test-limit 500 --algorithms ga cma_es
 
-Two searches of a seed have the same questions and the same random numbers. The genetic algorithm's are the same, individual for
-individual, until a race drops one by mistake: `parts at` is the first generation with another individual, and `mistakes` counts
-those dropped before that which would have become parents, by their fitness in the other search. p is the paired permutation
-test over the held-out questions of all seeds, of what the race found against what the other search found.
+The two searches of a seed have the same questions and random numbers. Those of the genetic algorithm are identical, individual
+for individual, until a race drops one by mistake. `parts at` is the first generation with a different individual. `mistakes`
+counts the individuals dropped before it that would have become parents, by their fitness in the other search. p is the paired
+permutation test over the held-out questions of all seeds, between the race's result and the other search's.
 
-Seconds are of the search, uniform factors included, without the held-out report. Compilation is among them: run it twice into
-two folders, and the second time is without.
+Seconds are those of the search, including uniform factors but not the held-out report. They include compilation; a second run
+into another folder does not.
 """
 
 from dataclasses import dataclass
@@ -25,12 +25,12 @@ from lpes_jax.statistics import paired_permutation_test
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(GridFlags):
-    """Which model, on what, which algorithms."""
+    """The model, the questions and the algorithms."""
 
     output_path: Path = Path("runs/bench_racing")
     preset: Literal["paper", "default", "quick"] = "quick"
     algorithms: tuple[str, ...] = ("ga",)
-    """Which of them."""
+    """The algorithms."""
     fitness: Literal["accuracy", "log_likelihood"] = "accuracy"
 
 
@@ -66,7 +66,7 @@ def main(s: Settings) -> None:
 
 
 def compared(whole: dict[str, Any], race: dict[str, Any], parents: int) -> dict[str, Any]:
-    """What two searches of one seed found and cost, and where they part."""
+    """Results and costs of two searches of one seed, and where they diverge."""
     found: dict[str, Any] = {"baseline": {"held_out": 100 * figures(whole, "baseline")["acc,none"]}}
     for kind, record in (("whole", whole), ("race", race)):
         search = record["factors"]["search"]
@@ -87,12 +87,12 @@ def compared(whole: dict[str, Any], race: dict[str, Any], parents: int) -> dict[
 
 
 def shares(race: dict[str, Any]) -> list[float]:
-    """Of the questions, those behind which something was dropped."""
+    """The shares of the questions after which individuals were dropped."""
     return sorted({it["raced"] for it in race["history"] if "raced" in it})
 
 
 def mistakes(lines: list[tuple[dict[str, Any], dict[str, Any]]], parents: int) -> int:
-    """How many a race dropped whose fitness, as the search without has it, is above that of the worst of the next parents."""
+    """The number of dropped individuals whose fitness in the full search exceeds that of the worst of the next parents."""
     count = 0
     for theirs, ours in lines:
         if "raced" in ours:
@@ -102,7 +102,7 @@ def mistakes(lines: list[tuple[dict[str, Any], dict[str, Any]]], parents: int) -
 
 
 def told(it: dict[str, Any]) -> str:
-    """How two searches of one seed differ, in words."""
+    """The differences between two searches of one seed, in words."""
     dropped = ", ".join(f"{count} at {float(share):.0%}" for share, count in it["dropped"].items()) or "none"
     parts = "never part" if it["parts_at"] is None else f"part at generation {it['parts_at']}"
     wrong = f", {it['mistakes']} by mistake" if "mistakes" in it else ""

@@ -1,10 +1,10 @@
-"""Prompts a second of a population's evaluation on 1, 2, 4, ... devices of one host, in turn, and whether scores are the same.
+"""Prompts per second of a population's evaluation on 1, 2, 4, ... devices of one host, in turn; also compares the scores.
 
     python experiments/bench_scaling.py --model QWEN --num-pairs 50 --population 32 --limit 20
     XLA_FLAGS=--xla_force_host_platform_device_count=2 python experiments/bench_scaling.py --model tiny-retriever \\
         --num-pairs 5 --key-length 8 --limit 2
 
-Each individual rises over the layers from 1 to an end of its own, between 1 and 2. Medians of --repeats, after compilation.
+Each individual's factors rise over the layers from 1 to its own end, between 1 and 2. Medians of --repeats, after compilation.
 """
 
 import statistics
@@ -41,7 +41,7 @@ class Settings:
     dtype: str = "auto"
     batch_size: int | None = None
     output: Path | None = None
-    """A JSON file of the figures."""
+    """A JSON file for the figures."""
 
 
 def main(s: Settings) -> None:

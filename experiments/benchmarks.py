@@ -1,16 +1,16 @@
-"""What Tables 2, 3, 4 and 17 share: the columns of a table, each a task on a file, for the model as it is, PI and LPES.
+"""Shared code of Tables 2, 3, 4 and 17: columns that are tasks on files, measured for the plain model, PI and LPES.
 
-Factors are found elsewhere and used as they are; PI is one factor for all layers, the mean of the found ones (of all bands,
-where they are by band). All three are measured on the same questions by `lpes_jax.evaluation.evaluate`, with the benchmark's
-own prompt, cut and metric. A prompt that is too long is cut as the benchmark does, to --max-prompt-tokens or to the model's
-window less the tokens to generate, whichever is less.
+Factors come from another search and are used unchanged. PI is one factor for all layers, the mean of the found ones (over all
+bands, if they are by band). All three are measured on the same questions by `lpes_jax.evaluation.evaluate`, with the
+benchmark's own prompt, cut and metric. A prompt that is too long is cut as in the benchmark, to --max-prompt-tokens or to the
+model's window minus the tokens to generate, whichever is less.
 
-Files are looked for below --data-folder, under the names that the benchmarks give them. A column without a file is listed as
-such, and so is one that cannot be measured, with the reason. Tasks of a benchmark that the paper leaves out are measured where
-they have a file, and stay out of the average.
+Files are searched below --data-folder, under the benchmarks' names. A column without a file is listed as missing, and a column
+that cannot be measured is listed with the reason. Tasks of a benchmark that the paper omits are measured if they have a file,
+but not included in the average.
 
-One JSON a column, and what the model said beside it: what is there is not measured again, and `--part i/n` measures every n-th.
-A last call without it writes tables.md and summary.json.
+Each column writes one JSON file and one with the model's outputs; existing ones are not measured again, and `--part i/n`
+measures every n-th. A last call without `--part` writes tables.md and summary.json.
 
 Letters: Q questions.
 """
@@ -47,8 +47,12 @@ METHODS = (BASELINE, "pi", "lpes")
 class Benchmark:
     """A column of a table.
 
-    title: its head; name: that of its cell. files: glob patterns below --data-folder, the first that fits counts.
-    levels: `data` is the folder so many levels above the file. split: instead of --split.
+    Attributes:
+        title: Its header.
+        name: The name of its cell.
+        files: Glob patterns below --data-folder; the first that matches is used.
+        levels: `data` is the folder this many levels above the file.
+        split: Replaces --split.
     """
 
     title: str
@@ -61,7 +65,7 @@ class Benchmark:
     split: Split | None = None
 
     def find(self, folder: Path) -> Path | None:
-        """Its data; of several files the one that lies highest, then the first by name."""
+        """Its data; of several files the one highest in the tree, then the first by name."""
         for pattern in self.files:
             if found := sorted(folder.glob(pattern), key=lambda path: (len(path.parts), path)):
                 return found[0].parents[self.levels - 1] if self.levels else found[0]
@@ -75,7 +79,7 @@ class BenchmarkFlags:
     factors: Path
     """factors.json of a search on other data."""
     data_folder: Path
-    """Where the benchmarks' files lie, in folders of any depth."""
+    """Folder of the benchmarks' files, at any depth."""
     output_path: Path
     """Folder of the cells, tables.md and summary.json."""
     model: str = "smollm2-135m-instruct"
@@ -83,15 +87,15 @@ class BenchmarkFlags:
     columns: tuple[str, ...] = ()
     """Cells to measure, by the names of their files (default: all)."""
     limit: int | None = 100
-    """Questions of each column, spread evenly over the file; more than there are means all."""
+    """Questions of each column, evenly spaced over the file; a larger number means all."""
     split: Split = "all"
-    """all: no search has seen these files; else the part of them that a search would not see (test)."""
+    """all: no search has used these files; test: only the part that a search would not use."""
     max_prompt_tokens: int = 3584
-    """Longer prompts are cut as the benchmark does (where it does)."""
+    """Longer prompts are cut as in the benchmark, if it cuts."""
     max_new_tokens: int = 512
-    """Tokens to generate, where answers are long."""
+    """Tokens to generate, for long answers."""
     apply_chat_template: bool = False
-    """Ask in a chat, by the tokenizer's own chat template."""
+    """Ask in a chat, with the tokenizer's own chat template."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on a GPU, float32 on a CPU."""
     batch_size: int | None = None
@@ -103,7 +107,7 @@ class BenchmarkFlags:
 def run_table(
     s: BenchmarkFlags, title: str, benchmarks: Sequence[Benchmark], paper: Mapping[str, Mapping[str, str]], about: str
 ) -> None:
-    """Measure what is missing, write the tables. `paper`: model -> method -> the paper's row as printed, its average last."""
+    """Measure missing columns and write the tables. `paper`: model -> method -> the paper's row as printed, average last."""
     names = [benchmark.name for benchmark in benchmarks]
     if unknown := [name for name in s.columns if name not in names]:
         raise UserError(f"--columns {unknown[0]}: the columns of this table are {', '.join(names)}")
@@ -115,7 +119,7 @@ def run_table(
     files = {it.name: found for it in chosen if (found := it.find(s.data_folder)) is not None}
     if not files:
         patterns = ", ".join(pattern for it in chosen for pattern in it.files)
-        raise UserError(f"--data-folder {s.data_folder}: no file of this table is there; it looks for {patterns}")
+        raise UserError(f"--data-folder {s.data_folder}: has no file of this table, which needs {patterns}")
     factors = LayerFactors.load(s.factors)
     loaded: Loaded | None = None
     chat: Chat | None = None
@@ -149,7 +153,7 @@ def run_table(
 def measure(
     s: BenchmarkFlags, benchmark: Benchmark, data: Path, loaded: Loaded, chat: Chat | None, factors: LayerFactors
 ) -> list[Outcome]:
-    """Baseline, PI and LPES on the same questions. Raises UserError as the task and `evaluate` do."""
+    """Baseline, PI and LPES on the same questions. Raises UserError as the task and `evaluate`."""
     own = settings_of(benchmark.task)
     limits = {"max_prompt_tokens": s.max_prompt_tokens, "max_new_tokens": s.max_new_tokens}
     limits = {name: value for name, value in limits.items() if name in own}
@@ -173,13 +177,13 @@ def measure(
 
 
 def spread(examples: Sequence[Any], limit: int | None) -> list[Any]:
-    """`limit` of the examples at even distances: files stand document by document, and the first ones know few."""
+    """`limit` evenly spaced examples: files are ordered by document, so the first examples cover few documents."""
     count = len(examples) if limit is None else min(limit, len(examples))
     return [examples[at * len(examples) // count] for at in range(count)]
 
 
 def figure(scores: Mapping[str, Float[np.ndarray, "Q"]]) -> float:
-    """A benchmark's figure in percent: ROUGE over the corpus (geometric mean of three means), else the first metric's mean."""
+    """A benchmark's score in percent: corpus ROUGE (geometric mean of three means), or the first metric's mean."""
     if set(ROUGE) <= scores.keys():
         return 100 * corpus_rouge([{kind: float(scores[kind].mean()) for kind in ROUGE}])
     return 100 * float(next(iter(scores.values())).mean())
@@ -188,9 +192,9 @@ def figure(scores: Mapping[str, Float[np.ndarray, "Q"]]) -> float:
 def difference(
     ours: Mapping[str, Float[np.ndarray, "Q"]], baseline: Mapping[str, Float[np.ndarray, "Q"]], draws: int = 1000
 ) -> dict[str, float]:
-    """Of `figure`, in points: ours - baseline, its standard error by a bootstrap over questions, p of the paired permutation.
+    """The difference of `figure` in points, ours - baseline: value, standard error by a bootstrap over questions, and p.
 
-    p is of the first metric's mean, for summaries of ROUGE by question.
+    p is the paired permutation test of the first metric's mean; for summaries, of each question's ROUGE.
     """
     metric = next(iter(ours))
     rng = np.random.default_rng(0)
@@ -206,7 +210,7 @@ def difference(
 
 
 def _settings(s: BenchmarkFlags, benchmark: Benchmark, data: Path, factors: LayerFactors) -> dict[str, Any]:
-    """What a cell depends on, as JSON."""
+    """Everything that a cell depends on, as JSON."""
     left_out = {"output_path", "part", "batch_size", "columns", "data_folder", "factors"}
     of_flags = {name: value for name, value in asdict(s).items() if name not in left_out}
     of_data = {"data": data.name, "bytes": sum(path.stat().st_size for path in [data, *data.rglob("*")] if path.is_file())}
@@ -289,7 +293,7 @@ def _scores(of_method: Mapping[str, Any]) -> dict[str, Float[np.ndarray, "Q"]]:
 
 
 def _details(ran: Sequence[Benchmark], files: Mapping[str, Path], records: Mapping[str, Mapping[str, Any]]) -> str:
-    """Of each column: its file and metric, how many questions, and what became of prompts and outputs."""
+    """A row per column: its file and metric, the number of questions, and statistics of prompts and outputs."""
     rows = []
     for it in ran:
         methods = records[it.name]["methods"]

@@ -1,10 +1,10 @@
-"""The index of results/: one line for each JSON file, made from what it says and from nothing else.
+"""The index of results/: one line per JSON file, generated only from the file's contents.
 
     python experiments/results_index.py              # writes the index into results/README.md, between its two marks
 
-What a file does not say is "-". Figures of accuracy are in percent: ± is the standard error over questions, or over seeds the
-sample standard deviation where there are several. Differences (of what was found against the model as it is) have the
-unit of the file: points in Tables 2, 3, 4 and 17, nats a token of plain text, else shares of 1.
+A missing entry is "-". Accuracies are in percent; ± is the standard error over questions or, with several seeds, the sample
+standard deviation over seeds. Differences (found against baseline) have the file's unit: points in Tables 2, 3, 4 and 17, nats
+per token for plain text, else shares of 1.
 """
 
 import json
@@ -18,7 +18,7 @@ from lpes_jax.store.files import write_text
 
 RESULTS = Path(__file__).with_name("results")
 BEGIN, END = "<!-- index: python experiments/results_index.py -->\n", "<!-- end of the index -->\n"
-MOST = 6  # figures of a line
+MOST = 6  # figures per line
 FLAGS = ("model", "preset", "algorithm", "task", "num_pairs", "num_documents", "limit", "test_limit", "seed")
 
 
@@ -35,7 +35,7 @@ def index() -> str:
 
 
 def figures_of(record: Mapping[str, Any]) -> str:
-    """The figures with their intervals; of many, the model as it is and LPES, or else from the lowest to the highest."""
+    """The figures with their intervals; of many, those of the baseline and LPES, or else the lowest to the highest."""
     found = list(accuracies(record))
     if len(found) > MOST:
         named = [it for it in found if it[0].rpartition(", ")[2] in ("baseline", "lpes")]
@@ -51,7 +51,7 @@ def figures_of(record: Mapping[str, Any]) -> str:
 
 
 def accuracies(record: Any, title: str = "") -> Iterator[tuple[str, float, str]]:
-    """Each set of figures of a model's answers below the record: title, mean, and mean with its interval."""
+    """Each set of accuracies below the record: title, mean, and mean with its interval."""
     if isinstance(record, list) and record and all(isinstance(it, dict) and "acc_by_position" in it for it in record):
         text = row("", record)[-2]
         yield title, float(text.split()[0]), text
@@ -82,7 +82,7 @@ def differences(record: Any, title: str = "") -> Iterator[tuple[str, float, str]
 
 
 def speeds(record: Mapping[str, Any]) -> Iterator[tuple[str, float, str]]:
-    """What benchmarks leave at the top of a record."""
+    """The benchmarks' entries at the top level of a record."""
     for name in ("ratio", "gpu_seconds", "agreement", "fitness"):
         if isinstance(record.get(name), int | float):
             yield name.replace("_", " "), record[name], f"{record[name]:.4g}"
@@ -91,7 +91,7 @@ def speeds(record: Mapping[str, Any]) -> Iterator[tuple[str, float, str]]:
 
 
 def command_of(record: Mapping[str, Any]) -> str:
-    """The command, or the flags that the record has of it."""
+    """The command, or its flags as far as the record has them."""
     if isinstance(record.get("command"), str):
         return f"`{record['command']}`"
     given = record.get("config") or record.get("settings") or {}
@@ -101,7 +101,7 @@ def command_of(record: Mapping[str, Any]) -> str:
 
 
 def flag(value: Any) -> str:
-    """A flag's value as the command line has it."""
+    """A flag's value as on the command line."""
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
@@ -115,7 +115,7 @@ def nested(record: Any, name: str) -> Iterator[Any]:
 
 
 def card_of(record: Mapping[str, Any]) -> str:
-    """The devices that it was measured on."""
+    """The devices of the measurement."""
     devices = [f"{it['count']} x {it['kind']}" for it in nested(record, "devices") if isinstance(it, dict)]
     return ", ".join(dict.fromkeys([*devices, *(it for it in nested(record, "device") if isinstance(it, str))])) or "-"
 
@@ -126,7 +126,7 @@ def date_of(record: Mapping[str, Any]) -> str:
 
 
 def indexed(text: str) -> str:
-    """The README with the index of now in place of that between its marks."""
+    """The README with a new index between its marks."""
     before, rest = text.split(BEGIN)
     return f"{before}{BEGIN}{index()}{END}{rest.split(END)[1]}"
 

@@ -1,9 +1,9 @@
-"""How sharp an optimum is: each control point of found factors 0.3 up and down, and the change of fitness.
+"""The sharpness of an optimum: each control point of found factors 0.3 up and down, and the change of fitness.
 
     python experiments/sensitivity.py --factors RUN/factors.json --num-pairs 5
 
-Fitness is the search's: accuracy (the greedy text begins with the gold answer) at begin, middle and end, by weight. The flags
-describe the search's examples; give those of the search, or other ones. Factors without control points are moved by layer.
+Fitness is the search's: weighted accuracy (the greedy text begins with the gold answer) at beginning, middle and end. The flags
+describe the search's examples; give those of the search, or other ones. Factors without control points are moved per layer.
 """
 
 from dataclasses import dataclass
@@ -27,12 +27,12 @@ from lpes_jax.tasks.prompts import encode
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(GridFlags):
-    """Which factors, on what."""
+    """The factors and the questions."""
 
     factors: Path
-    """factors.json of a search, one factor a layer."""
+    """factors.json of a search, with one factor per layer."""
     change: float = 0.3
-    """What is added to a control point's factor and taken from it."""
+    """Added to and subtracted from a control point's factor."""
     output_path: Path = Path("runs/sensitivity")
 
 
@@ -79,13 +79,13 @@ def main(s: Settings) -> None:
 def neighbours(found: LayerFactors, s: Settings) -> tuple[list[tuple[float, float]], Float[np.ndarray, "P L"]]:
     """The control points (layer, factor), and factors: as found, then with each point lowered and raised in turn."""
     if found.granularity != "layer":
-        raise UserError(f"{s.factors}: factors of granularity {found.granularity}; give some with one factor a layer")
+        raise UserError(f"{s.factors}: factors of granularity {found.granularity}; give some with one factor per layer")
     curve = found.curve or {}
     points = np.array(curve.get("control_points") or np.stack([np.arange(found.num_layers), found.factors], axis=1))
     first, last = curve.get("layers", [0, found.num_layers - 1])
     x, y, kind = points[:, 0], points[:, 1], curve.get("type", "free")
     if y.min() <= s.change:
-        raise UserError(f"--change {s.change}: a control point has the factor {y.min():g}, and factors stay above 0; lower it")
+        raise UserError(f"--change {s.change}: a control point is {y.min():g} and must stay above 0; lower --change")
     space = Space(found.num_layers, range(first, last + 1), kind, "layer", x, y, 0.0, np.inf)
     moved = [y] + [y + sign * s.change * (np.arange(len(y)) == at) for at in range(len(y)) for sign in (-1, 1)]
     individuals = np.stack([np.asarray(space.factors(x.astype(np.float32), it.astype(np.float32))) for it in moved])
