@@ -81,11 +81,11 @@ def looks(
     """Attention of the last `queries` queries of each prompt, rotated as k is: its mass from each edge up to the next (there
     are R + 1), and its entropy in nats; means over queries and heads."""
     batch, length, heads, head_dim = q.shape
-    at = lengths[:, None] - queries + jnp.arange(queries)
-    last = jnp.take_along_axis(q, at[:, :, None, None], axis=1).reshape(batch, queries, k.shape[2], -1, head_dim)
+    positions = lengths[:, None] - queries + jnp.arange(queries)
+    last = jnp.take_along_axis(q, positions[:, :, None, None], axis=1).reshape(batch, queries, k.shape[2], -1, head_dim)
     logits = jnp.einsum("bnkgd,btkd->bnkgt", last.astype(jnp.float32), k.astype(jnp.float32), precision="highest")
     keys = jnp.arange(length)
-    logits = jnp.where((keys <= at[:, :, None])[:, :, None, None], logits * head_dim**-0.5, -jnp.inf)
+    logits = jnp.where((keys <= positions[:, :, None])[:, :, None, None], logits * head_dim**-0.5, -jnp.inf)
     weights = jax.nn.softmax(logits, axis=-1)
     inside = (keys >= edges[:, :-1, None]) & (keys < edges[:, 1:, None])  # [B, R, T]
     mass = jnp.einsum("bnkgt,brt->br", weights, inside.astype(jnp.float32), precision="highest") / (queries * heads)
@@ -134,24 +134,24 @@ def measure(s: Settings, loaded: Loaded, factors: LayerFactors) -> dict[str, Any
     prompts = fit(whole, tokenizer, window, max_prompt_tokens=s.max_prompt_tokens).prompts
     encoded = [tokenizer(prompt.text, return_offsets_mapping=True) for prompt in prompts]
     edges = [
-        edges_of(prompt, of_all, [start for start, _ in it["offset_mapping"]])
-        for prompt, of_all, it in zip(prompts, whole, encoded, strict=True)
+        edges_of(prompt, uncut, [start for start, _ in ids["offset_mapping"]])
+        for prompt, uncut, ids in zip(prompts, whole, encoded, strict=True)
     ]
-    lengths = [len(it["input_ids"]) for it in encoded]
+    lengths = [len(ids["input_ids"]) for ids in encoded]
     if min(lengths) < s.queries:
         raise UserError(f"--queries {s.queries}: a prompt has only {min(lengths)} tokens")
     tokens = np.zeros((len(prompts), round_up(max(lengths))), np.int32)
-    for row, it in zip(tokens, encoded, strict=True):
-        row[: len(it["input_ids"])] = it["input_ids"]
+    for row, ids in zip(tokens, encoded, strict=True):
+        row[: len(ids["input_ids"])] = ids["input_ids"]
     table = config.rope_table(tokens.shape[1], factors)
     mass, entropy = np.zeros((config.num_layers, len(REGIONS))), np.zeros(config.num_layers)
     for start in range(0, len(prompts), s.batch_size):
-        at = [min(start + n, len(prompts) - 1) for n in range(s.batch_size)]  # the last batch repeats: one compilation
+        rows = [min(start + n, len(prompts) - 1) for n in range(s.batch_size)]  # the last batch repeats: one compilation
         count = min(s.batch_size, len(prompts) - start)
-        given = (jnp.asarray(np.array(values)[at], jnp.int32) for values in (tokens, lengths, edges))
-        of_mass, of_entropy = attention_of(loaded.model, *given, table, s.queries)
-        mass += np.asarray(of_mass, np.float64)[:, :count].sum(axis=1)
-        entropy += np.asarray(of_entropy, np.float64)[:, :count].sum(axis=1)
+        given = (jnp.asarray(np.array(values)[rows], jnp.int32) for values in (tokens, lengths, edges))
+        batch_mass, batch_entropy = attention_of(loaded.model, *given, table, s.queries)
+        mass += np.asarray(batch_mass, np.float64)[:, :count].sum(axis=1)
+        entropy += np.asarray(batch_entropy, np.float64)[:, :count].sum(axis=1)
     middle = (mass / len(prompts)).T
     return {
         "prompts": len(prompts),
@@ -203,7 +203,7 @@ def main(s: Settings) -> None:
     header = ["scale", *REGIONS, "middle third of the context's", "entropy (nats)"]
     parts = [about, markdown_table(header, rows)]
     middle = {name: record["mass"]["middle third"] for name, record in records.items()}
-    layers = [[str(at), *(f"{100 * of[at]:.2f}" for of in middle.values())] for at in range(len(plain["entropy"]))]
+    layers = [[str(layer), *(f"{100 * of[layer]:.2f}" for of in middle.values())] for layer in range(len(plain["entropy"]))]
     parts += ["Middle third by layer, in percent:\n", markdown_table(["layer", *middle], layers)]
     summary: dict[str, Any] = {"settings": shared | {"data": str(s.data)}, "scales": records}
     by_layer = None

@@ -50,18 +50,18 @@ def main(s: Settings) -> None:
         each = [compared(*pair, parents=s.search().ga.parents if name == "ga" else 0) for pair in zip(whole, race, strict=True)]
         summary[name] = {"p": p, "seeds": each}
         for kind in ("baseline", "whole", "race"):
-            mean = {key: float(np.mean([it[kind][key] for it in each])) for key in each[0][kind]}
+            mean = {key: float(np.mean([searches[kind][key] for searches in each])) for key in each[0][kind]}
             summary[name][kind] = mean
             cost = [f"{mean['prompts']:.0f}", f"{mean['seconds']:.0f}"] if kind != "baseline" else ["-", "-"]
             fitness = f"{mean['fitness']:.4f}" if kind != "baseline" else "-"
             rows.append([f"{name}, {kind}", f"{mean['held_out']:.2f}", show_p(p) if kind == "race" else "-", fitness, *cost])
         saved = 1 - summary[name]["race"]["prompts"] / summary[name]["whole"]["prompts"]
-        of_seeds = "; ".join(f"seed {seed}: {told(it)}" for seed, it in zip(s.seeds, each, strict=True))
+        by_seed = "; ".join(f"seed {seed}: {told(searches)}" for seed, searches in zip(s.seeds, each, strict=True))
         summary[name]["prompts_saved"] = saved
-        summary[name]["told"] = f"{name}: {saved:.1%} of the prompts saved. {of_seeds}.\n"
+        summary[name]["told"] = f"{name}: {saved:.1%} of the prompts saved. {by_seed}.\n"
     columns = ["search", "held-out accuracy", "p against whole", "fitness of best", "prompts scored", "seconds"]
     about = s.describe("Figures are means over seeds.")
-    parts = [about, markdown_table(columns, rows), *(it["told"] for it in summary.values())]
+    parts = [about, markdown_table(columns, rows), *(record["told"] for record in summary.values())]
     write_tables(s, "Racing", parts, summary | {"machine": environment()})
 
 
@@ -77,7 +77,9 @@ def compared(whole: dict[str, Any], race: dict[str, Any], parents: int) -> dict[
     together = [pair for pair in lines if parts is None or pair[1]["generation"] < parts]
     found |= {
         "individuals": len(race["history"]),
-        "dropped": {str(share): sum(it.get("raced") == share for it in race["history"]) for share in shares(race)},
+        "dropped": {
+            str(share): sum(individual.get("raced") == share for individual in race["history"]) for share in shares(race)
+        },
         "same_best": whole["factors"]["factors"] == race["factors"]["factors"],
         "parts_at": parts,
     }
@@ -88,7 +90,7 @@ def compared(whole: dict[str, Any], race: dict[str, Any], parents: int) -> dict[
 
 def shares(race: dict[str, Any]) -> list[float]:
     """The shares of the questions after which individuals were dropped."""
-    return sorted({it["raced"] for it in race["history"] if "raced" in it})
+    return sorted({individual["raced"] for individual in race["history"] if "raced" in individual})
 
 
 def mistakes(lines: list[tuple[dict[str, Any], dict[str, Any]]], parents: int) -> int:
@@ -96,18 +98,21 @@ def mistakes(lines: list[tuple[dict[str, Any], dict[str, Any]]], parents: int) -
     count = 0
     for theirs, ours in lines:
         if "raced" in ours:
-            pool = sorted((it["fitness"] for it, _ in lines if it["generation"] <= ours["generation"]), reverse=True)
+            pool = sorted(
+                (individual["fitness"] for individual, _ in lines if individual["generation"] <= ours["generation"]),
+                reverse=True,
+            )
             count += theirs["fitness"] > pool[parents - 1]
     return count
 
 
-def told(it: dict[str, Any]) -> str:
+def told(record: dict[str, Any]) -> str:
     """The differences between two searches of one seed, in words."""
-    dropped = ", ".join(f"{count} at {float(share):.0%}" for share, count in it["dropped"].items()) or "none"
-    parts = "never part" if it["parts_at"] is None else f"part at generation {it['parts_at']}"
-    wrong = f", {it['mistakes']} by mistake" if "mistakes" in it else ""
-    same = "the same best" if it["same_best"] else "another best"
-    return f"of {it['individuals']} individuals dropped {dropped}{wrong}; they {parts}, {same}"
+    dropped = ", ".join(f"{count} at {float(share):.0%}" for share, count in record["dropped"].items()) or "none"
+    parts = "never part" if record["parts_at"] is None else f"part at generation {record['parts_at']}"
+    wrong = f", {record['mistakes']} by mistake" if "mistakes" in record else ""
+    same = "the same best" if record["same_best"] else "another best"
+    return f"of {record['individuals']} individuals dropped {dropped}{wrong}; they {parts}, {same}"
 
 
 if __name__ == "__main__":

@@ -76,14 +76,14 @@ def main(s: Settings) -> None:
         )
     rows = [
         [
-            str(it["devices"]),
-            f"{it['seconds']:.2f}",
-            f"{it['prompts_a_second']:.0f}",
-            f"{it['prompts_a_second'] / records[0]['prompts_a_second']:.2f}",
-            f"{it['verdicts_changed']} of {s.population * len(encoded)}",
-            f"{it['log_likelihood_difference']:.1g}",
+            str(record["devices"]),
+            f"{record['seconds']:.2f}",
+            f"{record['prompts_a_second']:.0f}",
+            f"{record['prompts_a_second'] / records[0]['prompts_a_second']:.2f}",
+            f"{record['verdicts_changed']} of {s.population * len(encoded)}",
+            f"{record['log_likelihood_difference']:.1g}",
         ]
-        for it in records
+        for record in records
     ]
     header = ["devices", "seconds", "prompts/s", "of one device's", "other verdicts", "log-likelihood differs by"]
     print(environment()["devices"], environment()["versions"])

@@ -82,11 +82,11 @@ def main(s: Settings) -> None:
         sys.executable,
         "-m",
         "lpes_jax.search",
-        *(str(it) for name, value in flags.items() for it in (f"--{name}", value)),
+        *(str(argument) for name, value in flags.items() for argument in (f"--{name}", value)),
     ]
     start = time.perf_counter()
-    of_search = {name: value for name, value in os.environ.items() if name != "XLA_PYTHON_CLIENT_PREALLOCATE"}
-    subprocess.run([*command, *s.search_flags.split()], check=True, env=of_search)
+    search_environment = {name: value for name, value in os.environ.items() if name != "XLA_PYTHON_CLIENT_PREALLOCATE"}
+    subprocess.run([*command, *s.search_flags.split()], check=True, env=search_environment)
     seconds = time.perf_counter() - start
     operations = time_operations(num_layers(model), s.individuals)
     gpus = len(jax.devices())

@@ -77,7 +77,7 @@ def main(s: Settings) -> None:
     for name, (taken, other) in (products(s, config) | attentions(s, config)).items():
         print(f"{name}: {1e3 * taken:.3f} ms as it is, {1e3 * other:.3f} ms otherwise, {other / taken:.2f} x")
     if s.torch:
-        for name, seconds in of_torch(s, config, tokens).items():
+        for name, seconds in torch_seconds(s, config, tokens).items():
             print(f"{name}: {1e3 * seconds:.0f} ms, {seconds / ours:.2f} x ours")
 
 
@@ -109,11 +109,11 @@ def products(s: Settings, config: LlamaConfig) -> dict[str, tuple[float, float]]
         ("gate and up", (config.intermediate_size,) * 2),
     ):
         weights = [jax.random.normal(jax.random.key(1), (width, size), dtype) for size in sizes]
-        whole, cuts = jnp.concatenate(weights, axis=1), [sum(sizes[: at + 1]) for at in range(len(sizes) - 1)]
-        at_once = jax.jit(lambda x, whole, cuts=tuple(cuts): jnp.split(matmul(x, whole), cuts, axis=1))
+        whole, cuts = jnp.concatenate(weights, axis=1), [sum(sizes[: index + 1]) for index in range(len(sizes) - 1)]
+        fused = jax.jit(lambda x, whole, cuts=tuple(cuts): jnp.split(matmul(x, whole), cuts, axis=1))
         seconds[name] = (
             median(lambda weights=weights: jax.block_until_ready(one_by_one(x, weights)), s.rounds),
-            median(lambda at_once=at_once, whole=whole: jax.block_until_ready(at_once(x, whole)), s.rounds),
+            median(lambda fused=fused, whole=whole: jax.block_until_ready(fused(x, whole)), s.rounds),
         )
     return seconds
 
@@ -124,7 +124,7 @@ def attentions(s: Settings, config: LlamaConfig) -> dict[str, tuple[float, float
     q, k, v = jax.random.normal(jax.random.key(0), (3, *shape), jnp.dtype(s.dtype))
     k, v = k[:, :, : config.num_kv_heads], v[:, :, : config.num_kv_heads]
     ends = jnp.full(shape[:2], s.tokens, jnp.int32)
-    at = jnp.broadcast_to(jnp.arange(s.tokens, dtype=jnp.int32), shape[:2])
+    positions = jnp.broadcast_to(jnp.arange(s.tokens, dtype=jnp.int32), shape[:2])
     causal, blocks = jax.jit(causal_attention), jax.jit(blocked_attention)
     masked, masked_blocks = jax.jit(masked_attention), jax.jit(blocked_masked_attention)
     return {
@@ -133,13 +133,13 @@ def attentions(s: Settings, config: LlamaConfig) -> dict[str, tuple[float, float
             median(lambda: blocks(q, k, v).block_until_ready(), s.rounds),
         ),
         "masked attention": (
-            median(lambda: masked(q, k, v, at, ends, at).block_until_ready(), s.rounds),
-            median(lambda: masked_blocks(q, k, v, at, ends, at).block_until_ready(), s.rounds),
+            median(lambda: masked(q, k, v, positions, ends, positions).block_until_ready(), s.rounds),
+            median(lambda: masked_blocks(q, k, v, positions, ends, positions).block_until_ready(), s.rounds),
         ),
     }
 
 
-def of_torch(s: Settings, config: LlamaConfig, tokens: np.ndarray) -> dict[str, float]:
+def torch_seconds(s: Settings, config: LlamaConfig, tokens: np.ndarray) -> dict[str, float]:
     """Seconds of transformers' model of the same shape, with its own random weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

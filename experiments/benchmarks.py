@@ -116,15 +116,15 @@ def run_table(
     if not s.data_folder.is_dir():
         raise UserError(f"--data-folder {s.data_folder}: no such folder")
     chosen = [benchmark for benchmark in benchmarks if not s.columns or benchmark.name in s.columns]
-    files = {it.name: found for it in chosen if (found := it.find(s.data_folder)) is not None}
+    files = {benchmark.name: found for benchmark in chosen if (found := benchmark.find(s.data_folder)) is not None}
     if not files:
-        patterns = ", ".join(pattern for it in chosen for pattern in it.files)
+        patterns = ", ".join(pattern for benchmark in chosen for pattern in benchmark.files)
         raise UserError(f"--data-folder {s.data_folder}: has no file of this table, which needs {patterns}")
     factors = LayerFactors.load(s.factors)
     loaded: Loaded | None = None
     chat: Chat | None = None
     records, failed = {}, {}
-    for number, benchmark in enumerate(it for it in chosen if it.name in files):
+    for number, benchmark in enumerate(benchmark for benchmark in chosen if benchmark.name in files):
         data, path = files[benchmark.name], s.output_path / f"{benchmark.name}.json"
         used = _settings(s, benchmark, data, factors)
         if not path.exists() and in_part(number, s.part):
@@ -179,7 +179,7 @@ def measure(
 def spread(examples: Sequence[Any], limit: int | None) -> list[Any]:
     """`limit` evenly spaced examples: files are ordered by document, so the first examples cover few documents."""
     count = len(examples) if limit is None else min(limit, len(examples))
-    return [examples[at * len(examples) // count] for at in range(count)]
+    return [examples[index * len(examples) // count] for index in range(count)]
 
 
 def figure(scores: Mapping[str, Float[np.ndarray, "Q"]]) -> float:
@@ -200,8 +200,10 @@ def difference(
     rng = np.random.default_rng(0)
     drawn = []
     for _ in range(draws):
-        at = rng.integers(0, len(ours[metric]), len(ours[metric]))
-        drawn.append(figure({k: v[at] for k, v in ours.items()}) - figure({k: v[at] for k, v in baseline.items()}))
+        drawn_rows = rng.integers(0, len(ours[metric]), len(ours[metric]))
+        drawn.append(
+            figure({k: v[drawn_rows] for k, v in ours.items()}) - figure({k: v[drawn_rows] for k, v in baseline.items()})
+        )
     return {
         "difference": figure(ours) - figure(baseline),
         "standard_error": float(np.std(drawn)),
@@ -212,11 +214,11 @@ def difference(
 def _settings(s: BenchmarkFlags, benchmark: Benchmark, data: Path, factors: LayerFactors) -> dict[str, Any]:
     """Everything that a cell depends on, as JSON."""
     left_out = {"output_path", "part", "batch_size", "columns", "data_folder", "factors"}
-    of_flags = {name: value for name, value in asdict(s).items() if name not in left_out}
-    of_data = {"data": data.name, "bytes": sum(path.stat().st_size for path in [data, *data.rglob("*")] if path.is_file())}
+    flags = {name: value for name, value in asdict(s).items() if name not in left_out}
+    file = {"data": data.name, "bytes": sum(path.stat().st_size for path in [data, *data.rglob("*")] if path.is_file())}
     found = {"factors": content_id(*factors.content)}
     own = {"task": benchmark.task, **benchmark.settings}
-    return json.loads(json.dumps(of_flags | of_data | found | own, default=str))
+    return json.loads(json.dumps(flags | file | found | own, default=str))
 
 
 def _methods(outcomes: Sequence[Outcome]) -> dict[str, Any]:
@@ -240,34 +242,39 @@ def _write(
     files: Mapping[str, Path],
     failed: Mapping[str, str],
 ) -> None:
-    ran = [it for it in benchmarks if it.name in records]
-    averaged = [it.name for it in ran if it.in_paper]
-    scores = {it.name: {method: _scores(records[it.name]["methods"][method]) for method in METHODS} for it in ran}
-    ours = {method: {name: figure(of_method[method]) for name, of_method in scores.items()} for method in METHODS}
+    ran = [benchmark for benchmark in benchmarks if benchmark.name in records]
+    averaged = [benchmark.name for benchmark in ran if benchmark.in_paper]
+    scores = {
+        benchmark.name: {method: _scores(records[benchmark.name]["methods"][method]) for method in METHODS} for benchmark in ran
+    }
+    ours = {method: {name: figure(by_method[method]) for name, by_method in scores.items()} for method in METHODS}
     against = {
-        method: {name: difference(of_method[method], of_method[BASELINE]) for name, of_method in scores.items()}
+        method: {name: difference(by_method[method], by_method[BASELINE]) for name, by_method in scores.items()}
         for method in METHODS[1:]
     }
-    titles = [it.name for it in benchmarks if it.in_paper]
+    titles = [benchmark.name for benchmark in benchmarks if benchmark.in_paper]
     theirs = {
         f"{model}, {method}": dict(zip(titles, map(float, printed.split()), strict=False))
-        for model, of_model in paper.items()
-        for method, printed in of_model.items()
+        for model, rows in paper.items()
+        for method, printed in rows.items()
     }
 
     def row(name: str, values: Mapping[str, float]) -> list[str]:
-        mean = [f"{np.mean([values[at] for at in averaged]):.2f}" if averaged else "-"]
-        return [name, *(f"{values[it.name]:.2f}" if it.name in values else "-" for it in ran), *mean]
+        mean = [f"{np.mean([values[name] for name in averaged]):.2f}" if averaged else "-"]
+        return [name, *(f"{values[benchmark.name]:.2f}" if benchmark.name in values else "-" for benchmark in ran), *mean]
 
     rows = [row(method, values) for method, values in ours.items()]
     for method, values in against.items():
-        mean = f"{np.mean([values[at]['difference'] for at in averaged]):+.2f}" if averaged else "-"
-        cells = [f"{it['difference']:+.2f} ± {it['standard_error']:.2f}" for it in values.values()]
+        mean = f"{np.mean([values[column]['difference'] for column in averaged]):+.2f}" if averaged else "-"
+        cells = [f"{change['difference']:+.2f} ± {change['standard_error']:.2f}" for change in values.values()]
         rows.append([f"{method} - baseline", *cells, mean])
-        rows.append([f"p of {method}", *(show_p(it["p"]) for it in values.values()), "-"])
+        rows.append([f"p of {method}", *(show_p(change["p"]) for change in values.values()), "-"])
     rows += [row(f"paper: {name}", values) for name, values in theirs.items()]
-    without = [f"{it.title} ({it.files[0]})" for it in benchmarks if it.name not in files]
-    lists = [f"Without data: {', '.join(without) or 'none'}.", *(f"Not measured: {it}. {why}" for it, why in failed.items())]
+    without = [f"{benchmark.title} ({benchmark.files[0]})" for benchmark in benchmarks if benchmark.name not in files]
+    lists = [
+        f"Without data: {', '.join(without) or 'none'}.",
+        *(f"Not measured: {title}. {why}" for title, why in failed.items()),
+    ]
     limit = "all" if s.limit is None else f"at most {s.limit}"
     text = (
         f"Ours: {Path(s.model).name}, factors {s.factors.name} as they were found elsewhere, {limit} questions a column, "
@@ -275,11 +282,15 @@ def _write(
         "corrected for the number of columns. Averages are over the paper's columns that we ran, of the paper's rows "
         f"too.\n\n{about}\n"
     )
-    parts = [text, markdown_table(["", *(it.title for it in ran), "average"], rows), _details(ran, files, records)]
+    parts = [
+        text,
+        markdown_table(["", *(benchmark.title for benchmark in ran), "average"], rows),
+        _details(ran, files, records),
+    ]
     summary = {
         "settings": json.loads(json.dumps(asdict(s), default=str)),
-        "ran": [it.name for it in ran],
-        "without_data": [it.name for it in benchmarks if it.name not in files],
+        "ran": [benchmark.name for benchmark in ran],
+        "without_data": [benchmark.name for benchmark in benchmarks if benchmark.name not in files],
         "not_measured": dict(failed),
         "ours": ours,
         "against_baseline": against,
@@ -288,19 +299,19 @@ def _write(
     write_tables(GridFlags(output_path=s.output_path), title, [*parts, "\n\n".join(lists) + "\n"], summary)
 
 
-def _scores(of_method: Mapping[str, Any]) -> dict[str, Float[np.ndarray, "Q"]]:
-    return {metric: np.array(values, float) for metric, values in of_method["scores"].items()}
+def _scores(record: Mapping[str, Any]) -> dict[str, Float[np.ndarray, "Q"]]:
+    return {metric: np.array(values, float) for metric, values in record["scores"].items()}
 
 
 def _details(ran: Sequence[Benchmark], files: Mapping[str, Path], records: Mapping[str, Mapping[str, Any]]) -> str:
     """A row per column: its file and metric, the number of questions, and statistics of prompts and outputs."""
     rows = []
-    for it in ran:
-        methods = records[it.name]["methods"]
+    for benchmark in ran:
+        methods = records[benchmark.name]["methods"]
         of = methods[BASELINE]
         metric, values = next(iter(of["scores"].items()))
         ended = " / ".join(str(methods[method].get("outputs_ended_by_length", "-")) for method in METHODS)
         counts = [f"{of['prompt_tokens']:.0f}", str(of["prompts_cut"]), str(of["questions_skipped"]), ended]
-        rows.append([it.title, files[it.name].name, metric, str(len(values)), *counts])
+        rows.append([benchmark.title, files[benchmark.name].name, metric, str(len(values)), *counts])
     ended = f"ended by length ({' / '.join(METHODS)})"
     return markdown_table(["column", "file", "metric", "questions", "tokens", "prompts cut", "left out", ended], rows)

@@ -46,7 +46,7 @@ def best_two(model: Llama, tokens: list[int], chunk: int = 500) -> tuple[np.ndar
     table = model.config.rope_table(len(tokens))
     hidden = jax.jit(hidden_states)(model, jnp.array([tokens], jnp.int32), table)[0]
     top = jax.jit(lambda model, hidden: jax.lax.top_k(output_logits(model, hidden), 2))
-    values, ids = zip(*(top(model, hidden[at : at + chunk]) for at in range(0, len(tokens), chunk)), strict=True)
+    values, ids = zip(*(top(model, hidden[start : start + chunk]) for start in range(0, len(tokens), chunk)), strict=True)
     values, ids = np.concatenate(values), np.concatenate(ids)
     return ids[:, 0], values[:, 0] - values[:, 1]
 

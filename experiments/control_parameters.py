@@ -43,11 +43,11 @@ def temperature(model: Llama, own: RopeTable, values: Float[Array, "L n"]) -> Ap
     half, bands = config.rotary_dim // 2, values.shape[1]
     if half % bands:
         raise UserError(f"--counts {bands} must divide the {half} frequencies of a head")
-    of_pairs = jnp.repeat(values, half // bands, axis=1)
-    of_head = gains_of_head(of_pairs[:, None], config.head_dim)  # [L, 1, D], 1 where nothing is rotated
+    by_pair = jnp.repeat(values, half // bands, axis=1)
+    by_channel = gains_of_head(by_pair[:, None], config.head_dim)  # [L, 1, D], 1 where nothing is rotated
     if bands == 1:
-        of_head = jnp.broadcast_to(values[:, :, None], of_head.shape)
-    return multiplied(model, by_tensor(of_head, config)), own
+        by_channel = jnp.broadcast_to(values[:, :, None], by_channel.shape)
+    return multiplied(model, by_tensor(by_channel, config)), own
 
 
 def both(model: Llama, own: RopeTable, values: Float[Array, "L n"]) -> Applied:

@@ -228,7 +228,7 @@ def train(
             text,
             project=project,
             seed=seed,
-            on_look=lambda look, _, looks=looks: looks.append(look),
+            on_look=lambda reached, _, looks=looks: looks.append(reached),
         )
     chosen = min(best, key=lambda rate: best[rate].loss)
     values = np.asarray(best[chosen].parameters, np.float64)

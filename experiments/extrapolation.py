@@ -104,7 +104,7 @@ def windows_of(text: str, tokenizer: Any, length: int, limit: int) -> list[Windo
     begin = [bos] if bos is not None and ids[:1] == [bos] else []
     everything = slide(ids[len(begin) :], length, length, begin)
     count = min(limit, len(everything))
-    return [everything[at * len(everything) // count] for at in range(count)]
+    return [everything[index * len(everything) // count] for index in range(count)]
 
 
 def candidates_of(found: LayerFactors, stretch: int, dynamic_factor: float) -> list[Candidate]:
@@ -210,14 +210,15 @@ def tables(
     for method, values in nats.items():
         within, beyond = values[:, :inside].mean(), values[:, inside:].mean()
         rows.append([method, *(f"{np.exp(value):.2f}" for value in [*values.mean(axis=0), within, beyond])])
-    starts = [str(width * at) for at in range(next(iter(nats.values())).shape[1])]
+    starts = [str(width * index) for index in range(next(iter(nats.values())).shape[1])]
     differences = [
         [
             pair,
-            f"{it['difference']:+.4f}" + ("" if it["standard_error"] is None else f" ± {it['standard_error']:.4f}"),
-            show_p(it["p"]),
+            f"{difference['difference']:+.4f}"
+            + ("" if difference["standard_error"] is None else f" ± {difference['standard_error']:.4f}"),
+            show_p(difference["p"]),
         ]
-        for pair, it in pairs.items()
+        for pair, difference in pairs.items()
     ]
     header = ["perplexity", *starts, "inside", "beyond"]
     return [markdown_table(header, rows), markdown_table(["layers - uniform", "nats a token", "p"], differences)]
@@ -231,8 +232,8 @@ def _draw(stem: Path, nats: Mapping[str, Float[np.ndarray, "W S"]], width: int, 
         kind = next(kind for kind in ("baseline", "dynamic", "PI") if kind in method)
         style = "-" if "LPES" in method else "--" if "mean" in method else ":" if kind != "baseline" else "-"
         colour = FOUND if method == "LPES, PI" else colours[kind]
-        at = width * (np.arange(values.shape[1]) + 0.5)
-        axes.plot(at, np.exp(values.mean(axis=0)), style, color=colour, marker="o", markersize=4, label=method)
+        positions = width * (np.arange(values.shape[1]) + 0.5)
+        axes.plot(positions, np.exp(values.mean(axis=0)), style, color=colour, marker="o", markersize=4, label=method)
     axes.axvline(window, color="black", linewidth=1)
     axes.set(xlabel="position (tokens); the line is the window", ylabel="perplexity", yscale="log")
     axes.set_title(title, loc="left", fontweight="bold", fontsize=9)

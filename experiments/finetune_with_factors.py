@@ -74,8 +74,8 @@ def batch(s: Settings, tokenizer: Any, split: Literal["search", "test"], seed: i
     pairs = list(zip(starts["input_ids"], ends["input_ids"], strict=True))
     longest = -(-max(len(start + end) for start, end in pairs) // 64) * 64  # few lengths, few compilations
     tokens = [start + end + [0] * (longest - len(start + end)) for start, end in pairs]
-    at = np.arange(longest)
-    is_answer = [(at >= len(start)) & (at < len(start + end)) for start, end in pairs]
+    positions = np.arange(longest)
+    is_answer = [(positions >= len(start)) & (positions < len(start + end)) for start, end in pairs]
     return jnp.array(tokens, jnp.int32), jnp.array(is_answer)
 
 

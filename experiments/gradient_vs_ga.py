@@ -43,8 +43,8 @@ def run(spec: Spec, s: Any) -> dict[str, Any]:
         if in_part(number, s.part):
             run_group(spec, s, *group)
     appendix = appendix_cells(spec, s) if s.appendix else {}
-    mine = {name: cell for number, (name, cell) in enumerate(appendix.items(), len(groups)) if in_part(number, s.part)}
-    run_cells(mine, s)
+    own_part = {name: cell for number, (name, cell) in enumerate(appendix.items(), len(groups)) if in_part(number, s.part)}
+    run_cells(own_part, s)
     records = collect(appendix, s)
     summary: dict[str, Any] = {"paper": spec.paper}
     if groups:

@@ -50,18 +50,20 @@ def main(s: Settings) -> None:
             factors[f"{title}, layers {third[0]} to {third[-1]}: {factor:g}"] = LayerFactors(values)
     outcomes = held_out(settings, loaded, factors)
     measured = figures_of(list(outcomes.values()), slots_of(task_of(settings.task), settings.questions.positions))
-    of_all = [records[f"all/seed{seed}"] for seed in s.seeds]
-    found = {"baseline": [figures(record, "baseline") for record in of_all]}
+    found_everywhere = [records[f"all/seed{seed}"] for seed in s.seeds]
+    found = {"baseline": [figures(record, "baseline") for record in found_everywhere]}
     found |= {
         f"layers {title}, {s.curve}, {s.algorithm}": [figures(records[f"{names[title]}/seed{seed}"]) for seed in s.seeds]
         for title in halves
     }
     tables = [
         markdown_table(
-            header("one factor on a third", settings.questions.positions), [row(name, [it]) for name, it in measured.items()]
+            header("one factor on a third", settings.questions.positions),
+            [row(name, [accuracies]) for name, accuracies in measured.items()],
         ),
         markdown_table(
-            header("optimised factors", settings.questions.positions), [row(name, it) for name, it in found.items()]
+            header("optimised factors", settings.questions.positions),
+            [row(name, accuracies) for name, accuracies in found.items()],
         ),
     ]
     about = s.describe("The paper scales all layers and gives no figures for some of them; its models are larger ones.")

@@ -39,15 +39,15 @@ def main(path: str, context: int, threads: int) -> None:
     for line in sys.stdin:
         request = json.loads(line)
         ids, answer, size = request["ids"], request["answer"], request["vocabulary"]
-        found = {it["id"]: it["logprob"] for it in likely(ids, answer[0], size, cached=False)}
+        found = {candidate["id"]: candidate["logprob"] for candidate in likely(ids, answer[0], size, cached=False)}
         log_probs, is_best = [], []
         for number, token in enumerate(answer):
             for count in (MANY, size):
                 best = likely(ids + answer[:number], token, count)
-                of_tokens = {it["id"]: it["logprob"] for it in best}
-                if token in of_tokens:
+                log_prob_of = {candidate["id"]: candidate["logprob"] for candidate in best}
+                if token in log_prob_of:
                     break
-            log_probs.append(of_tokens[token])
+            log_probs.append(log_prob_of[token])
             is_best.append(best[0]["id"] == token)
         reply = {"next": [found.get(token) for token in range(size)], "answer": log_probs, "is_best": is_best}
         print(json.dumps(reply), file=replies, flush=True)

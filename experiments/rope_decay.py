@@ -86,22 +86,22 @@ def main(s: Settings) -> None:
     curves = {}
     for factor in s.factors:
         inv_freq = scaled(rope, head_dim, factor)
-        of_waves, of_decay = waves(inv_freq, distances), decay(inv_freq, distances)
+        wave_values, decay_values = waves(inv_freq, distances), decay(inv_freq, distances)
         curves[f"{factor:g}"] = {
-            "waves": of_waves.round(5).tolist(),
-            "decay": of_decay.round(5).tolist(),
-            "decay_below_half_from": next(iter(np.flatnonzero(of_decay < 0.5).tolist()), None),
-            "troughs": troughs(of_waves),
-            "mean_of_waves_by_third": [float(part.mean()) for part in np.array_split(of_waves, 3)],
+            "waves": wave_values.round(5).tolist(),
+            "decay": decay_values.round(5).tolist(),
+            "decay_below_half_from": next(iter(np.flatnonzero(decay_values < 0.5).tolist()), None),
+            "troughs": troughs(wave_values),
+            "mean_of_waves_by_third": [float(part.mean()) for part in np.array_split(wave_values, 3)],
         }
     rows = [
         [
             factor,
-            str(it["decay_below_half_from"] or "-"),
-            ", ".join(map(str, it["troughs"][:6])) or "-",
-            *(f"{value:.3f}" for value in it["mean_of_waves_by_third"]),
+            str(curve["decay_below_half_from"] or "-"),
+            ", ".join(map(str, curve["troughs"][:6])) or "-",
+            *(f"{value:.3f}" for value in curve["mean_of_waves_by_third"]),
         ]
-        for factor, it in curves.items()
+        for factor, curve in curves.items()
     ]
     header = ["factor", "decay below 1/2 from", "first troughs", *(f"waves, third {n}" for n in (1, 2, 3))]
     name = s.model or f"theta {rope.rope_theta:g}, heads of {head_dim}"
@@ -117,12 +117,12 @@ def _draw(stem: Path, curves: dict[str, dict], title: str) -> None:
     figure = Figure(figsize=(10, 4.2), dpi=200, layout="constrained")
     colours = [BASELINE, *OTHERS, FOUND]
     left, right = figure.subplots(1, 2)
-    for number, (factor, it) in enumerate(curves.items()):
+    for number, (factor, curve) in enumerate(curves.items()):
         style = {"color": colours[number % len(colours)], "linewidth": 1.5, "label": f"s = {factor}"}
-        over = max(1, len(it["decay"]) // 32)
-        smooth = np.convolve(it["decay"], np.full(over, 1 / over), "valid")
+        over = max(1, len(curve["decay"]) // 32)
+        smooth = np.convolve(curve["decay"], np.full(over, 1 / over), "valid")
         left.plot(np.arange(len(smooth)) + over // 2, smooth, **style)
-        right.plot(it["waves"][:NEAR], **style)
+        right.plot(curve["waves"][:NEAR], **style)
     left.set(xlabel="distance (tokens)", ylabel="decay, moving average")
     right.set(xlabel="distance (tokens)", ylabel="waves, 1 at distance 0")
     for axes in (left, right):

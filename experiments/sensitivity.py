@@ -45,28 +45,31 @@ def main(s: Settings) -> None:
     points, individuals = neighbours(found.for_model(config.num_layers, config.num_kv_heads, config.rotary_dim), s)
     task = task_of(settings.task)
     examples = task.examples("search", settings.questions.limit, settings.run.seed)
-    places = slots_of(task, settings.objective.search_positions)
-    prompts = [task.prompt(example, *place) for example in examples for place in places]
+    slots = slots_of(task, settings.objective.search_positions)
+    prompts = [task.prompt(example, *slot) for example in examples for slot in slots]
     scorer = Scorer(
         loaded.model, encode(prompts, loaded.tokenizer, config.max_position_embeddings), batch_size=settings.devices.batch_size
     )
     correct, log_likelihood = scorer(individuals)
     weights = np.array(settings.objective.weights)
-    shape = len(individuals), len(examples), len(places)
+    shape = len(individuals), len(examples), len(slots)
     fitness, likelihood = (values.reshape(shape).astype(np.float64) @ weights for values in (correct, log_likelihood))
     rows: list[list[str]] = []
     summary: dict[str, Any] = {"fitness": float(fitness[0].mean()), "log_likelihood": float(likelihood[0].mean()), "points": []}
-    for at, (layer, factor) in enumerate(points):
+    for point, (layer, factor) in enumerate(points):
         entry: dict[str, Any] = {"layer": layer, "factor": factor}
-        for sign, number in (("-", 1 + 2 * at), ("+", 2 + 2 * at)):
+        for sign, number in (("-", 1 + 2 * point), ("+", 2 + 2 * point)):
             difference = fitness[number] - fitness[0]
             entry[sign] = {
                 "change": float(difference.mean()),
                 "stderr": standard_error(difference),
                 "log_likelihood": float((likelihood[number] - likelihood[0]).mean()),
             }
-        shown = [f"{it['change']:+.3f} ± {it['stderr']:.3f} ({it['log_likelihood']:+.2f})" for it in (entry["-"], entry["+"])]
-        rows.append([str(at), f"{layer:g}", f"{factor:.2f}", *shown])
+        shown = [
+            f"{change['change']:+.3f} ± {change['stderr']:.3f} ({change['log_likelihood']:+.2f})"
+            for change in (entry["-"], entry["+"])
+        ]
+        rows.append([str(point), f"{layer:g}", f"{factor:.2f}", *shown])
         summary["points"].append(entry)
     about = s.describe("The paper gives no such figures; its models are larger ones.") + (
         f"\nFitness of {s.factors}: {summary['fitness']:.3f} (log-likelihood {summary['log_likelihood']:.2f}), on search "
@@ -87,9 +90,9 @@ def neighbours(found: LayerFactors, s: Settings) -> tuple[list[tuple[float, floa
     if y.min() <= s.change:
         raise UserError(f"--change {s.change}: a control point is {y.min():g} and must stay above 0; lower --change")
     space = Space(found.num_layers, range(first, last + 1), kind, "layer", x, y, 0.0, np.inf)
-    moved = [y] + [y + sign * s.change * (np.arange(len(y)) == at) for at in range(len(y)) for sign in (-1, 1)]
-    individuals = np.stack([np.asarray(space.factors(x.astype(np.float32), it.astype(np.float32))) for it in moved])
-    return [(float(first + at), float(factor)) for at, factor in points], individuals
+    moved = [y] + [y + sign * s.change * (np.arange(len(y)) == index) for index in range(len(y)) for sign in (-1, 1)]
+    individuals = np.stack([np.asarray(space.factors(x.astype(np.float32), values.astype(np.float32))) for values in moved])
+    return [(float(first + index), float(factor)) for index, factor in points], individuals
 
 
 if __name__ == "__main__":

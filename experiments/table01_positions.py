@@ -137,17 +137,17 @@ def comparisons(s: Settings) -> dict[str, CompareSettings]:
             shared[name] = getattr(s, name)
     found = {}
     for task in dict.fromkeys(s.tasks):
-        of_task = shared | {"task": task, "positions": POSITIONS[task]}
+        settings = shared | {"task": task, "positions": POSITIONS[task]}
         if task == "kv":
-            of_task |= {"factors": s.factors, "key_length": s.key_length}
-            of_cell = {f"kv_{n}_pairs": of_task | {"num_pairs": n} for n in dict.fromkeys(s.num_pairs)}
+            settings |= {"factors": s.factors, "key_length": s.key_length}
+            cells = {f"kv_{n}_pairs": settings | {"num_pairs": n} for n in dict.fromkeys(s.num_pairs)}
         else:
             if s.mdqa_data is None:
                 raise UserError("--tasks mdqa needs --mdqa-data, the file nq-open-oracle.jsonl.gz")
-            of_task |= {"factors": s.mdqa_factors or s.factors, "data": s.mdqa_data, "distractors": "random"}
-            of_task |= {"num_documents": s.num_documents, "max_new_tokens": s.max_new_tokens, "metrics": s.mdqa_metrics}
-            of_cell = {f"mdqa_{s.num_documents}_documents": of_task}
-        found |= {name: CompareSettings.of(**of, output_path=s.output_path / name) for name, of in of_cell.items()}
+            settings |= {"factors": s.mdqa_factors or s.factors, "data": s.mdqa_data, "distractors": "random"}
+            settings |= {"num_documents": s.num_documents, "max_new_tokens": s.max_new_tokens, "metrics": s.mdqa_metrics}
+            cells = {f"mdqa_{s.num_documents}_documents": settings}
+        found |= {name: CompareSettings.of(**of, output_path=s.output_path / name) for name, of in cells.items()}
     return found
 
 
@@ -164,12 +164,12 @@ def results_of(settings: CompareSettings) -> dict[str, Any]:
 def table(task: str, methods: Mapping[str, Mapping[str, Any]]) -> str:
     """Accuracy by position, costs, and the paper's rows."""
     rows = []
-    for name, it in methods.items():
-        holm = {"p_against_baseline,none": it["against_baseline"]["p_holm"]} if "against_baseline" in it else {}
-        costs = [f"{it['passes_per_token']:g}", f"{it['seconds_against_baseline']:.2f}", it["setting"] or "-"]
-        rows.append([*row(name, [{**it, **holm}]), *costs])
-    for model, of_model in PAPER[task].items():
-        rows += [[f"paper: {model}, {name}", *values.split(), "-", "-", "-", "-"] for name, values in of_model.items()]
+    for name, record in methods.items():
+        holm = {"p_against_baseline,none": record["against_baseline"]["p_holm"]} if "against_baseline" in record else {}
+        costs = [f"{record['passes_per_token']:g}", f"{record['seconds_against_baseline']:.2f}", record["setting"] or "-"]
+        rows.append([*row(name, [{**record, **holm}]), *costs])
+    for model, printed in PAPER[task].items():
+        rows += [[f"paper: {model}, {name}", *values.split(), "-", "-", "-", "-"] for name, values in printed.items()]
     return markdown_table([*header("method", POSITIONS[task]), "passes a token", "time", "setting"], rows)
 
 
@@ -190,9 +190,9 @@ def main(s: Settings) -> None:
         + "\n"
     )
     parts = [about]
-    for name, it in results.items():
-        parts += [f"## {name}\n", table(name_of(cells[name].task), it["methods"])]
-        parts += [f"{method}: left out. {reason}\n" for method, reason in it["refused"].items()]
+    for name, record in results.items():
+        parts += [f"## {name}\n", table(name_of(cells[name].task), record["methods"])]
+        parts += [f"{method}: left out. {reason}\n" for method, reason in record["refused"].items()]
     write_tables(
         GridFlags(output_path=s.output_path), "Methods by position (Table 1)", parts, {"ours": results, "paper": PAPER}
     )

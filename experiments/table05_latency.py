@@ -198,11 +198,11 @@ def table(record: Mapping[str, Any], new_tokens: int) -> str:
     """One row per method, then the paper's: seconds of a question with its answer."""
     generated = "generation" in record
     rows = []
-    for name, it in record["prompt"].items():
-        cells = [f"{1000 * it['seconds']:.2f}", f"{it['against_baseline']:.2f}", _mebibytes(it), str(it["program"])]
+    for name, cost in record["prompt"].items():
+        cells = [f"{1000 * cost['seconds']:.2f}", f"{cost['against_baseline']:.2f}", _mebibytes(cost), str(cost["program"])]
         if generated:
-            it = record["generation"][name]
-            cells += [f"{1000 * it['seconds']:.1f}", f"{it['against_baseline']:.2f}", _mebibytes(it)]
+            cost = record["generation"][name]
+            cells += [f"{1000 * cost['seconds']:.1f}", f"{cost['against_baseline']:.2f}", _mebibytes(cost)]
         rows.append([name, f"{record['passes'][name]:g}", *cells])
     for name, seconds in PAPER.items():
         cells = [f"{1000 * seconds:.0f}", f"{seconds / PAPER[BASELINE]:.2f}", "-"]
@@ -213,8 +213,8 @@ def table(record: Mapping[str, Any], new_tokens: int) -> str:
     return markdown_table(header, rows)
 
 
-def _mebibytes(it: Mapping[str, Any]) -> str:
-    return "-" if it["program_memory_bytes"] is None else f"{it['program_memory_bytes'] / 2**20:.0f}"
+def _mebibytes(cost: Mapping[str, Any]) -> str:
+    return "-" if cost["program_memory_bytes"] is None else f"{cost['program_memory_bytes'] / 2**20:.0f}"
 
 
 def main(s: Settings) -> None:

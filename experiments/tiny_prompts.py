@@ -192,14 +192,14 @@ def assemble(template: Template, shape: Shape, content: Content) -> Rows:
     """
     head, asks, answers = len(template.head), len(template.question), len(template.answer)
     pairs, length = content.pairs[:, None], content.key_length[:, None]
-    at = jnp.arange(shape.tokens(template))[None, :]
-    record, in_record = jnp.divmod(at - head, 2 * length + 2)
-    behind = at - head - pairs * (2 * length + 2)  # tokens since the JSON object ended
+    positions = jnp.arange(shape.tokens(template))[None, :]
+    record, in_record = jnp.divmod(positions - head, 2 * length + 2)
+    behind = positions - head - pairs * (2 * length + 2)  # tokens since the JSON object ended
     question, in_question = jnp.divmod(behind, asks + answers + 2 * length + 1)
     asked = (question >= 0) & (question < shape.questions)
     in_value = in_question - asks - length - answers
 
-    is_record = (at >= head) & (behind < 0)
+    is_record = (positions >= head) & (behind < 0)
     is_key = asked & (in_question >= asks) & (in_question < asks + length)
     is_value = asked & (in_value >= 0) & (in_value < length)
     is_quote = asked & (in_value == length)
@@ -208,22 +208,22 @@ def assemble(template: Template, shape: Shape, content: Content) -> Rows:
     # The digit of each token: of which pair, of its key or value, and its index.
     slot = jnp.take_along_axis(content.slots, jnp.clip(question, 0, shape.questions - 1), axis=1)
     pair = jnp.where(asked, slot, jnp.clip(record, 0, shape.pairs - 1))
-    of_value = jnp.where(asked, is_value, in_record > length).astype(jnp.int32)
-    which = jnp.where(asked, jnp.where(is_value, in_value, in_question - asks), in_record - of_value * (length + 1))
+    value_part = jnp.where(asked, is_value, in_record > length).astype(jnp.int32)
+    which = jnp.where(asked, jnp.where(is_value, in_value, in_question - asks), in_record - value_part * (length + 1))
     which = jnp.clip(which, 0, shape.key_length - 1)
     flat = content.digits.reshape(shape.rows, -1)
-    digit = jnp.take_along_axis(flat, (2 * pair + of_value) * shape.key_length + which, axis=1)
+    digit = jnp.take_along_axis(flat, (2 * pair + value_part) * shape.key_length + which, axis=1)
 
     def fixed(ids: tuple[int, ...], index: Array) -> Array:
         return jnp.asarray(ids, jnp.int32)[jnp.clip(index, 0, len(ids) - 1)]
 
     is_digit = is_key | is_value | (is_record & (in_record != length) & (in_record != 2 * length + 1))
     again = is_record & jnp.take_along_axis(content.repeats, pair, axis=1)
-    is_fixed = (at > 0) & ~is_digit & ((behind < 0) | asked)
+    is_fixed = (positions > 0) & ~is_digit & ((behind < 0) | asked)
 
     tokens = jnp.select(
         [
-            at < head,
+            positions < head,
             is_record & (in_record == length),
             is_record & (in_record == 2 * length + 1) & (record < pairs - 1),
             is_record & (in_record == 2 * length + 1),
@@ -233,7 +233,7 @@ def assemble(template: Template, shape: Shape, content: Content) -> Rows:
             is_quote,
         ],
         [
-            fixed(template.head, at),
+            fixed(template.head, positions),
             jnp.int32(template.between),
             jnp.int32(template.next),
             jnp.int32(template.close),

@@ -188,8 +188,8 @@ def resampled(factors: LayerFactors, num_layers: int) -> LayerFactors:
     if factors.num_layers == num_layers:
         return factors
     units = factors.factors.reshape(factors.num_layers, -1)
-    here, there = np.linspace(0, 1, factors.num_layers), np.linspace(0, 1, num_layers)
-    new = np.stack([np.interp(there, here, unit) for unit in units.T], axis=1)
+    old_depths, new_depths = np.linspace(0, 1, factors.num_layers), np.linspace(0, 1, num_layers)
+    new = np.stack([np.interp(new_depths, old_depths, unit) for unit in units.T], axis=1)
     return replace(factors, factors=new.reshape(num_layers, *factors.factors.shape[1:]), curve=None)
 
 
