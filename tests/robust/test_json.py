@@ -142,8 +142,8 @@ def test_factors(tmp_path, tiny_config, record):
     refused_or(lambda: found.for_model(3, 2, 8))
     found.save(tmp_path / "again.json")
     for curve, points in (("bezier", 3), ("free", None)):
-        of_search = SearchSettings.of(curve=curve, control_points=points, initial_factors=path)
-        refused_or(lambda of_search=of_search: search_space(of_search, tiny_config, range(3)))
+        from_file = SearchSettings.of(curve=curve, control_points=points, initial_factors=path)
+        refused_or(lambda from_file=from_file: search_space(from_file, tiny_config, range(3)))
 
 
 CONFIG = {
@@ -287,8 +287,10 @@ def test_lines_of_a_history(tmp_path, line, data):
     for record in refused_or(opened) or ():
         assert record["fitness"] is None or np.isfinite(record["fitness"])
         assert np.isfinite(np.nan_to_num(np.array(record["factors"], float)).sum())  # null: it stands still
-        of_tasks = [it if isinstance(it, dict) else {"": it} for it in record.get("accuracy", {}).values()]  # of a mixture
-        assert np.isfinite(sum(sum(it.values()) for it in of_tasks) + sum(record.get("accuracies", [])))
+        accuracies = [
+            entry if isinstance(entry, dict) else {"": entry} for entry in record.get("accuracy", {}).values()
+        ]  # of a mixture
+        assert np.isfinite(sum(sum(accuracy.values()) for accuracy in accuracies) + sum(record.get("accuracies", [])))
 
 
 @SOON

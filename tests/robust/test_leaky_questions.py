@@ -112,7 +112,7 @@ def test_documents_that_hold_the_answer_and_golds_of_which_nothing_is_left(tmp_p
     assert faults(replace(task, unicode_normalise=True)) == [*expected[:-1], (EMPTY,)]
     assert faults(replace(task, num_documents=2)) == [(), (LEAK,), (EMPTY,), (EMPTY,), (EMPTY,), (), (), ()]
     for mode in ("oracle", "closed_book"):  # nothing stands beside the fact
-        assert faults(replace(task, mode=mode)) == [(EMPTY,) if EMPTY in it else () for it in expected]
+        assert faults(replace(task, mode=mode)) == [(EMPTY,) if EMPTY in marks else () for marks in expected]
     empty = [task.prompt(example, 0) for example in task.examples("all", None, 0) if EMPTY in task.prompt(example, 0).faults]
     assert all(task.score("anything", prompt)["best_subspan_em_original"] == 1 for prompt in empty)  # that is why
     assert [prompt.answers for prompt in empty] == [(" The",), (" *", " Rome"), (" Rome",)]  # none is blank
@@ -221,15 +221,15 @@ def prompt(example: str, *faults: str, answers: tuple[str, ...] = (" x",)) -> Pr
 def test_counts_are_of_questions(asked, drop):
     prompts = [prompt(str(example), *found) for example, found in asked]
     by_question: dict[str, set[str]] = {}
-    for it in prompts:
-        by_question.setdefault(it.example, set()).update(it.faults)
+    for marked in prompts:
+        by_question.setdefault(marked.example, set()).update(marked.faults)
     good = {example for example, found in by_question.items() if not found}
     if prompts and drop and not good:
         with pytest.raises(lj.UserError, match=f"--drop-leaky drops all {len(by_question)} questions"):
             count_leaky(prompts, drop)
         return
     kept, counts = count_leaky(prompts, drop)
-    assert kept == [it for it in prompts if not drop or it.example in good]
+    assert kept == [marked for marked in prompts if not drop or marked.example in good]
     assert counts.pop("questions_dropped") == (len(by_question) - len(good) if drop else 0)
     assert Counter({name: count for name, count in counts.items() if count}) == Counter(
         f"questions_{fault}" for found in by_question.values() for fault in found
@@ -294,7 +294,7 @@ def test_a_search_and_a_comparison_drop_them_too(questions, model_folder, tmp_pa
     }  # fmt: skip
     task = make_task("mdqa", data=questions, num_documents=2)
     splits = {split: task.examples(split, None, 0) for split in ("search", "test")}
-    bad = {split: sum(bool(task.prompt(it, 0).faults) for it in examples) for split, examples in splits.items()}
+    bad = {split: sum(bool(task.prompt(example, 0).faults) for example in examples) for split, examples in splits.items()}
     assert all(bad.values())
     limits = {"limit": len(splits["search"]), "test_limit": len(splits["test"])}
     result = lj.run_search(
@@ -319,7 +319,7 @@ def test_a_search_and_a_comparison_drop_them_too(questions, model_folder, tmp_pa
     record = run_comparison(
         CompareSettings.of(**few, **limits, methods=("uniform",), budget=2, repeats=1, output_path=tmp_path / "compared")
     )
-    assert {it["questions_dropped"] for it in record["methods"].values()} == {bad["test"]}
+    assert {entry["questions_dropped"] for entry in record["methods"].values()} == {bad["test"]}
 
 
 def test_blank_golds_have_no_beginning(model_folder, tmp_path):

@@ -78,7 +78,7 @@ def test_two_slots_at_one_position_would_be_one_figure():
 
 @given(st.lists(st.integers(-5, 105), max_size=6))
 def test_positions_are_percentages_each_once(positions):
-    good = bool(positions) and all(0 <= it <= 100 for it in positions) and len(set(positions)) == len(positions)
+    good = bool(positions) and all(0 <= position <= 100 for position in positions) and len(set(positions)) == len(positions)
     if good:
         check_positions(positions)
     else:

@@ -42,7 +42,7 @@ def found(config: LlamaConfig, tokenizer: Any = None, **more: Any) -> LayerFacto
     return LayerFactors(np.linspace(0.9, 1.3, config.num_layers), model=model, rope=config.rope.to_hf())
 
 
-def of_first_release(factors: LayerFactors) -> LayerFactors:
+def as_first_release(factors: LayerFactors) -> LayerFactors:
     """The same with what the first release recorded."""
     kept = ("name", "num_layers", "sha256")
     return replace(factors, model={name: factors.model[name] for name in kept})
@@ -81,7 +81,7 @@ def test_sizes_and_rope(tiny_config, changes, words):
     record = check_model(factors, other, where="f.json", other_model=True, quiet=True)
     assert record["differs"] == words.split("; ") and record["other_model"] is True
     assert check_model(factors, tiny_config)["differs"] == []
-    old = of_first_release(factors)  # it knows of its RoPE, not of its sizes
+    old = as_first_release(factors)  # it knows of its RoPE, not of its sizes
     if "rope" in changes:
         with pytest.raises(lj.UserError, match=re.escape(words)):
             check_model(old, other)
@@ -131,7 +131,7 @@ OTHERS = {
 @pytest.mark.parametrize("name", SAME)
 def test_one_rope_in_two_spellings(tiny_config, name):
     one, other = (replace(tiny_config, rope=rope) for rope in SAME[name])
-    assert check_model(found(one), other)["differs"] == check_model(of_first_release(found(one)), other)["differs"] == []
+    assert check_model(found(one), other)["differs"] == check_model(as_first_release(found(one)), other)["differs"] == []
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -164,20 +164,20 @@ def test_tokenizers(tiny_config):
         change(tokenizer.backend_tokenizer)
         return tokenizer
 
-    def digits(it: Tokenizer) -> None:
+    def digits(edited: Tokenizer) -> None:
         threes = pre_tokenizers.Split(Regex(r"\p{N}{1,3}"), "isolated")
-        it.pre_tokenizer = pre_tokenizers.Sequence([threes, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-        it.model = models.BPE(it.get_vocab() | {"14": 256, "84": 257}, [("1", "4"), ("8", "4")])
+        edited.pre_tokenizer = pre_tokenizers.Sequence([threes, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+        edited.model = models.BPE(edited.get_vocab() | {"14": 256, "84": 257}, [("1", "4"), ("8", "4")])
 
-    def composed(it: Tokenizer) -> None:
-        it.normalizer = normalizers.NFC()
+    def composed(edited: Tokenizer) -> None:
+        edited.normalizer = normalizers.NFC()
 
     own = byte_tokenizer()
     others = [byte_tokenizer(backwards=True), changed(digits), changed(composed)]
-    assert len({tokenizer_sha256(it) for it in (own, *others)}) == 4
+    assert len({tokenizer_sha256(tokenizer) for tokenizer in (own, *others)}) == 4
     assert tokenizer_sha256(own) == tokenizer_sha256(byte_tokenizer())
     for other in others:
-        hashes = "tokenizer_sha256 " + ", here ".join(tokenizer_sha256(it)[:8] for it in (own, other))
+        hashes = "tokenizer_sha256 " + ", here ".join(tokenizer_sha256(tokenizer)[:8] for tokenizer in (own, other))
         with pytest.raises(lj.UserError, match=re.escape(f"({hashes})")):
             check_model(found(tiny_config, own), tiny_config, tokenizer=other)
     special = byte_tokenizer()
@@ -201,7 +201,7 @@ def test_a_gguf_file_and_a_folder_of_one_tokenizer_have_one_hash(tmp_path):
         in_gguf.save_pretrained(tmp_path / pre)
         file = tmp_path / pre / "tokenizer.json"
         record = json.loads(file.read_text())
-        record["model"]["vocab"] = {token: at for token, at in record["model"]["vocab"].items() if "[PAD" not in token}
+        record["model"]["vocab"] = {token: index for token, index in record["model"]["vocab"].items() if "[PAD" not in token}
         file.write_text(json.dumps(record))
         assert len(load_tokenizer(tmp_path / pre)) == len(in_gguf) - 2
         assert tokenizer_sha256(load_tokenizer(tmp_path / pre)) == tokenizer_sha256(in_gguf)
@@ -246,7 +246,7 @@ def test_what_factors_apply_to_is_read(tmp_path, value):
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4),
-    lambda it: st.lists(it, max_size=3) | st.dictionaries(st.text(max_size=4), it, max_size=3),
+    lambda values: st.lists(values, max_size=3) | st.dictionaries(st.text(max_size=4), values, max_size=3),
     max_leaves=6,
 )
 KNOWN = st.sampled_from(
@@ -447,7 +447,7 @@ def test_the_hook_in_torch(folders, factors_file, tmp_path):
         with pytest.raises(ValueError, match=r"\(rope_theta 10000.0, here 20000.0\)"):
             apply_layer_factors(other_rope, form)
         apply_layer_factors(other_rope, form, other_model=True).close()
-    apply_layer_factors(heads, of_first_release(factors)).close()  # which did not know its KV heads
+    apply_layer_factors(heads, as_first_release(factors)).close()  # which did not know its KV heads
     with pytest.raises(ValueError, match="applies_to 'x' is not supported"):
         apply_layer_factors(own, json.loads(factors_file.read_text()) | {"applies_to": "x"})
     # A folder exported for another model works there; its factors do not go with a third one.

@@ -16,7 +16,7 @@ from lpes_jax.report.tables import Grid, Row, position_table, printable, show
 
 POSITIONS = (0, 25, 50, 75, 100)
 ROWS = [
-    Row(name, tuple(10.1 * row + at + 0.5 for at in range(5)), 27.3 + row, 1.8, 0.0314, -12.34 - row)
+    Row(name, tuple(10.1 * row + column + 0.5 for column in range(5)), 27.3 + row, 1.8, 0.0314, -12.34 - row)
     for row, name in enumerate(("plain prompt", "base[red]line", "LPES :smile: [/x]"))
 ]
 FIGURES = sorted(f"{value:.1f}" for row in ROWS for value in row.accuracy)

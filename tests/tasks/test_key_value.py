@@ -154,8 +154,8 @@ def test_several_queries_ask_for_the_nearest_keys_of_pairs_that_stay():
     task = KeyValue(num_pairs=20, queries_per_haystack=4)
     examples = task.examples("search", 10, seed=3)
     assert examples == task.examples("search", 12, seed=3)[:10]
-    haystacks = [examples[at].pairs for at in (0, 4, 8)]
-    assert [example.pairs for example in examples] == [haystacks[at // 4] for at in range(10)]
+    haystacks = [examples[start].pairs for start in (0, 4, 8)]
+    assert [example.pairs for example in examples] == [haystacks[number // 4] for number in range(10)]
     assert len({example.id for example in examples}) == 10 and len(set(haystacks)) == 3
     prompts = [task.prompt(example, slot, 7) for slot in (0, 10, 19) for example in examples[:4]]
     assert [prompt.slot for prompt in prompts] == [0, 1, 2, 3, 10, 9, 11, 8, 19, 18, 17, 16]
@@ -164,8 +164,10 @@ def test_several_queries_ask_for_the_nearest_keys_of_pairs_that_stay():
         key, value = haystacks[0][prompt.slot]
         assert prompt.text == f'{shared}Key: "{key}"\nCorresponding value: "' and prompt.answers == (value,)
         assert (prompt.gold, prompt.position) == (value, 7)
-    keys = {split: {key for it in task.examples(split, 10, seed=3) for key, _ in it.pairs} for split in ("search", "test")}
-    assert all({split_of(key) for key in of_split} == {split} for split, of_split in keys.items())
+    keys = {
+        split: {key for example in task.examples(split, 10, seed=3) for key, _ in example.pairs} for split in ("search", "test")
+    }
+    assert all({split_of(key) for key in found} == {split} for split, found in keys.items())
 
 
 # Files

@@ -42,7 +42,9 @@ def test_whole_prompt_byte_for_byte(mmlu):
     assert (task.decided_by, task.metrics, prompt.details) == ("options", ("acc",), {"subject": "world_religions"})
     assert isinstance(task, Task) and task.name == "mmlu"
     assert [task.score(option, prompt)["acc"] for option in prompt.options] == [0, 0, 0, 1]
-    assert [(it.text, it.answers) for it in option_prompts([prompt])] == [(prompt.text, (option,)) for option in prompt.options]
+    assert [(option_prompt.text, option_prompt.answers) for option_prompt in option_prompts([prompt])] == [
+        (prompt.text, (option,)) for option in prompt.options
+    ]
 
 
 def test_no_shots_and_all_subjects(mmlu):
@@ -52,7 +54,7 @@ def test_no_shots_and_all_subjects(mmlu):
     assert task.prompt(examples[0], 0).text.startswith(
         "The following are multiple choice questions (with answers) about  anatomy.\n\nanatomy Q 2"
     )
-    search, test = ({it.row.question for it in task.examples(split, None, 0)} for split in ("search", "test"))
+    search, test = ({example.row.question for example in task.examples(split, None, 0)} for split in ("search", "test"))
     assert len(search) + len(test) == 10 and not search & test
 
 

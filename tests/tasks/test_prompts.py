@@ -115,7 +115,7 @@ def placed(example: str, position: int, num_words: int, cut: Cut | None = None) 
 
 
 def test_too_long_is_an_error_and_skipping_leaves_the_example_out_at_every_position():
-    prompts = [placed(example, at, n) for example, n in (("x", 5), ("y", 9), ("z", 6)) for at in (0, 100)]
+    prompts = [placed(example, position, n) for example, n in (("x", 5), ("y", 9), ("z", 6)) for position in (0, 100)]
     prompts[1] = placed("x", 100, 10)
     assert fit(prompts, words, window=12).prompts == prompts  # ten words and two of the answer
     with pytest.raises(

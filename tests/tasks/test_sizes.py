@@ -24,9 +24,11 @@ def test_as_many_items_as_a_length_holds(name, settings, tokens):
     setting = SETTINGS[type(task)]
     lengths = []
     for more in (0, 3):
-        of_size = make_task(name, **settings | {setting: getattr(task, setting) + more})
+        longer = make_task(name, **settings | {setting: getattr(task, setting) + more})
         prompts = [
-            of_size.prompt(example, at) for example in of_size.examples("test", 30, 5) for at in (0, of_size.num_items - 1)
+            longer.prompt(example, end_slot)
+            for example in longer.examples("test", 30, 5)
+            for end_slot in (0, longer.num_items - 1)
         ]
         lengths.append(max(num_words(prompt.text + prompt.answers[0]) for prompt in prompts))
     assert lengths[0] <= tokens < lengths[1] * 1.03

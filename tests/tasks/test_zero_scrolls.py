@@ -167,4 +167,4 @@ def test_the_original_files(real, subset):
 def test_the_original_qmsum(real):
     task = ZeroScrolls("qmsum", real("qmsum/ALL_val.jsonl"))
     examples = task.examples("all", None, 0)
-    assert sum(len(example.references) for example in examples) == 272 and len({it.document for it in examples}) == 35
+    assert sum(len(example.references) for example in examples) == 272 and len({example.document for example in examples}) == 35
