@@ -32,7 +32,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -105,6 +105,8 @@ class Settings(TargetFlags):
     """Highest."""
     text_weight: float = 0.0
     """Weight of the loss of plain text (the first --text, or text that the model writes), in nats per token."""
+    text_objective: Literal["nll", "kl"] = "nll"
+    """The loss of plain text, as --text-objective of `search`."""
     text_minibatch: int = 4
     """Windows of text per step."""
     search_text_window: tuple[int, ...] = ()
@@ -206,7 +208,12 @@ def train(
         return CONTROLS[control](model, own, values)
 
     project = partial(jnp.clip, min=low, max=high)
-    text = TextSettings(text_weight=s.text_weight, text_minibatch=s.text_minibatch, max_text_loss_rise=s.max_text_loss_rise)
+    text = TextSettings(
+        text_weight=s.text_weight,
+        text_objective=s.text_objective,
+        text_minibatch=s.text_minibatch,
+        max_text_loss_rise=s.max_text_loss_rise,
+    )
     runs: dict[float, list[Look]] = {}
     best: dict[float, Look] = {}
     for rate in s.learning_rates:
@@ -240,7 +247,13 @@ def train(
         "best_loss": best[chosen].loss,
         "loss_by_learning_rate": {str(rate): look.loss for rate, look in best.items()},
         "looks": [
-            {"step": look.step, "task_losses": look.task_losses, "text_loss": _finite(look.text_loss)} for look in runs[chosen]
+            {
+                "step": look.step,
+                "task_losses": look.task_losses,
+                "text_loss": _finite(look.text_loss),
+                "text_divergence": look.text_divergence,
+            }
+            for look in runs[chosen]
         ],
         "moved": float(np.abs(values - start).mean()),
         "values": values.tolist(),

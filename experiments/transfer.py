@@ -184,13 +184,18 @@ def compare(ours: Float[np.ndarray, "Q S"], baseline: Float[np.ndarray, "Q S"]) 
 
 
 def resampled(factors: LayerFactors, num_layers: int) -> LayerFactors:
-    """The factors at another depth: for each unit, a line through the points (l / (L - 1), factor of layer l)."""
+    """Factors and gains at another depth: for each unit, a line through the points (l / (L - 1), number of layer l)."""
     if factors.num_layers == num_layers:
         return factors
-    units = factors.factors.reshape(factors.num_layers, -1)
     old_depths, new_depths = np.linspace(0, 1, factors.num_layers), np.linspace(0, 1, num_layers)
-    new = np.stack([np.interp(new_depths, old_depths, unit) for unit in units.T], axis=1)
-    return replace(factors, factors=new.reshape(num_layers, *factors.factors.shape[1:]), curve=None)
+
+    def interpolated(numbers: np.ndarray) -> np.ndarray:
+        units = numbers.reshape(factors.num_layers, -1).T
+        new = np.stack([np.interp(new_depths, old_depths, unit) for unit in units], axis=1)
+        return new.reshape(num_layers, *numbers.shape[1:])
+
+    gains = None if factors.gains is None else interpolated(factors.gains)
+    return replace(factors, factors=interpolated(factors.factors), gains=gains, curve=None)
 
 
 def fitted(factors: LayerFactors, config: LlamaConfig, where: str) -> LayerFactors:
@@ -256,6 +261,8 @@ def main(s: Settings) -> None:
                 if factors.num_layers != found[name].num_layers:
                     record["note"] = f"resampled from {found[name].num_layers} layers"
                 record["factors"] = factors.factors.tolist()
+                if factors.gains is not None:
+                    record["gains"] = factors.gains.tolist()
         except UserError as error:
             record |= {"targets": {}, "note": f"not measured: {error}"}
         else:
@@ -323,8 +330,11 @@ def _check_factors(records: Mapping[tuple[str, str], Mapping[str, Any]], found: 
     """Raise UserError if other factors were measured under a name in the folder."""
     for (_, name), record in records.items():
         if name != BASELINE and record["factors"] is not None:
-            now = resampled(found[name], len(record["factors"])).factors
-            if not np.array_equal(now, np.array(record["factors"])):
+            now = resampled(found[name], len(record["factors"]))
+            same = np.array_equal(now.factors, np.array(record["factors"]))
+            if now.gains is not None or "gains" in record:
+                same = same and now.gains is not None and np.array_equal(now.gains, np.array(record.get("gains")))
+            if not same:
                 raise UserError(f"--factors {name}: other factors were measured under this name; give it another name")
 
 

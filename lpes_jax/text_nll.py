@@ -1,12 +1,16 @@
-"""-log p of each token of plain text, from which perplexity and text losses are computed."""
+"""-log p of each token of plain text, which gives perplexity and text losses; and the KL divergence from the plain model.
 
+Letters: n tables of a method, B rows, T tokens, S = T - 1, C positions of a chunk, E embedding.
+"""
+
+from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from lpes_jax.finite import not_finite
 from lpes_jax.mesh import BY_POPULATION, EVERYWHERE, mesh_of, over_population, put
@@ -37,6 +41,32 @@ def token_nll(
     return _spread_nll(model, put(filled, by_rows), put(method, everywhere), chunk, remat, mesh)[: len(tokens)]
 
 
+def token_divergence(
+    model: Llama,
+    tokens: Int[Array, "B T"],
+    method: Method,
+    own_model: Llama,
+    own: Method,
+    chunk: int = 256,
+    *,
+    remat: bool = False,
+) -> Float[Array, "B T"]:
+    """KL(p || q) of the distributions of each token, in nats, float32; 0 for a row's first, which nothing predicts.
+
+    q is `model` with `method`; p, the reference, is `own_model` with `own` and has no gradient. Memory and `remat` are as for
+    `token_nll`, with twice the logits. The model is on one device.
+    """
+    hidden = _hidden(model, tokens, method, remat)
+    reference = jax.lax.stop_gradient(_hidden(own_model, tokens, own, remat=False))
+
+    def divergence(changed: Float[Array, "n B C E"], as_is: Float[Array, "n B C E"]) -> Float[Array, "B C"]:
+        log_q = jax.nn.log_softmax(method_logits(model, changed, method), axis=-1)
+        log_p = jax.lax.stop_gradient(jax.nn.log_softmax(method_logits(own_model, as_is, own), axis=-1))
+        return (jnp.exp(log_p) * (log_p - log_q)).sum(axis=-1)
+
+    return _by_chunks(divergence, chunk, hidden, reference, remat=remat)
+
+
 def check_text(model: Llama, windows: Int[Array, "W T"] | Int[np.ndarray, "W T"]) -> None:
     """Raise UserError if the plain model's logits are not finite on some window. Call it after a failure on the text."""
     method = of_table(model.config.rope_table(windows.shape[1]))
@@ -59,19 +89,30 @@ def _spread_nll(
 def _token_nll(
     model: Llama, tokens: Int[Array, "B T"], method: Method, chunk: int, *, remat: bool = False
 ) -> Float[Array, "B T"]:
-    run = partial(hidden_states, model, tokens, remat=remat, replacement=method.replacement)
-    hidden = over_tables(run, method.tables)[:, :, :-1]
-    tables, batch, length, width = hidden.shape
-    chunk = min(chunk, length)
-    padding = -length % chunk
-    hidden = jnp.pad(hidden, ((0, 0), (0, 0), (0, padding), (0, 0))).reshape(tables, batch, -1, chunk, width)
-    wanted = jnp.pad(tokens[:, 1:], ((0, 0), (0, padding))).reshape(batch, -1, chunk).swapaxes(0, 1)
-
-    def nll(hidden_and_wanted: tuple[Array, Array]) -> Array:
-        hidden, wanted = hidden_and_wanted
+    def nll(hidden: Float[Array, "n B C E"], wanted: Int[Array, "1 B C"]) -> Float[Array, "B C"]:
         logits = method_logits(model, hidden, method)
-        return jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, wanted[..., None], axis=-1)[..., 0]
+        return jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, wanted[0][..., None], axis=-1)[..., 0]
 
-    values = jax.lax.map(jax.checkpoint(nll) if remat else nll, (jnp.moveaxis(hidden, 2, 0), wanted))
-    values = values.swapaxes(0, 1).reshape(batch, -1)[:, :length]
-    return jnp.pad(values, ((0, 0), (1, 0)))
+    return _by_chunks(nll, chunk, _hidden(model, tokens, method, remat), tokens[None, :, 1:], remat=remat)
+
+
+def _hidden(model: Llama, tokens: Int[Array, "B T"], method: Method, remat: bool) -> Float[Array, "n B _S E"]:
+    """What predicts each token but the first, of each of the method's tables."""
+    run = partial(hidden_states, model, tokens, remat=remat, replacement=method.replacement)
+    return over_tables(run, method.tables)[:, :, :-1]
+
+
+def _by_chunks(
+    values: Callable[..., Float[Array, "B C"]], chunk: int, *parts: Shaped[Array, "_n B _S *_any"], remat: bool
+) -> Float[Array, "B T"]:
+    """`values` of `chunk` positions of all parts after another, behind a 0 for the first token."""
+    batch, length = parts[0].shape[1:3]
+    chunk = min(chunk, length)
+
+    def cut(part: Shaped[Array, "n B S *any"]) -> Shaped[Array, "chunks n B _C *any"]:
+        padding = ((0, 0), (0, 0), (0, -length % chunk)) + ((0, 0),) * (part.ndim - 3)
+        return jnp.moveaxis(jnp.pad(part, padding).reshape(*part.shape[:2], -1, chunk, *part.shape[3:]), 2, 0)
+
+    function = jax.checkpoint(values) if remat else values
+    found = jax.lax.map(lambda cuts: function(*cuts), tuple(map(cut, parts)))
+    return jnp.pad(found.swapaxes(0, 1).reshape(batch, -1)[:, :length], ((0, 0), (1, 0)))

@@ -171,7 +171,8 @@ class Gradient:
             return 1 + math.ceil(state.step / self.gradient.look_every)
 
         # The newest state whose lines are all there; the line behind it may be there as well, and is made again.
-        kept = folder.states(initial_state(self.parameters, len(prompts), len(held_back.texts)))
+        divergence = self.settings.text.text_objective == "kl"
+        kept = folder.states(initial_state(self.parameters, len(prompts), len(held_back.texts), divergence=divergence))
         resume = next((state for state in kept if lines(state) <= len(folder.recorded)), None)
         fitness.records = folder.keep(0 if resume is None else lines(resume))
         started = time.time() - (fitness.records[-1]["seconds"] if fitness.records else 0)
@@ -199,6 +200,7 @@ class Gradient:
                 "accuracies": look.accuracies,
                 "text_loss": None if math.isnan(look.text_loss) else look.text_loss,
                 **({"text_losses": look.text_losses, "text_quarters": look.text_quarters} if look.text_quarters else {}),
+                **({"text_divergence": look.text_divergence} if look.text_divergence else {}),
                 "train_loss": None if math.isnan(look.train_loss) else look.train_loss,
                 "seconds": round(time.time() - started, 3),
             }
@@ -206,6 +208,8 @@ class Gradient:
             folder.append([record])
             folder.save_state(state)
             text = "" if record["text_loss"] is None else f", of text {look.text_loss:.4f}"
+            if look.text_divergence:
+                text += f", {np.mean(look.text_divergence):.4f} from the model as it is"
             if look.text_quarters:
                 text += f" (quarters of the longest {' '.join(f'{loss:.4f}' for loss in look.text_quarters)})"
             losses = " ".join(f"{loss:.3f}" for loss in look.task_losses)

@@ -10,11 +10,14 @@ with teacher-forced answers, all admitted ones together. In a mixture each task 
 answer is one thing to find, however many tokens it has. Losses per token were tried and drown what is copied: SmolLM2 starts
 at 0.1 nats a token on UUIDs (34 tokens) and at 3.2 on documents' answers (3 tokens), against 2.5 to 5 and 11 nats an answer.
 
-Plain text in windows of several lengths counts by the mean over the lengths of their losses. Adam (optax) moves the
-parameters, and after each step they are put back into their box (projected gradient descent). A part of the questions and of
-the text is held back: every few steps the loss on these is looked at, and the parameters with the lowest are the result, of
-those looks where plain text has not become less likely than is allowed: on the whole, or with several lengths in any quarter of
-the longest windows, since far positions may get worse while the mean does not.
+The loss of plain text is -log p of its tokens, or with `--text-objective kl` the KL divergence from the model as it is. The
+first lets the parameters learn the kind of text that is given; the second keeps what the model does on it. Plain text in
+windows of several lengths counts by the mean over the lengths of their losses.
+
+Adam (optax) moves the parameters, and after each step they are put back into their box (projected gradient descent). A part of
+the questions and of the text is held back: every few steps the loss on these is measured, and the parameters with the lowest
+are the result, of those where plain text has not become less likely than is allowed: on the whole, or with several lengths in
+any quarter of the longest windows, since far positions may get worse while the mean does not.
 
 What the parameters are is the caller's: `apply(model, parameters)` gives the model and RoPE table that are scored. Layers are
 rematerialised in the backward pass, so memory does not grow with their number. The model is an argument of every compiled
@@ -48,7 +51,7 @@ from lpes_jax.rope import RopeTable
 from lpes_jax.scoring import batch_scores
 from lpes_jax.search.minibatches import Data, Examples, Share, Windows, draws, spread, windows_a_step
 from lpes_jax.settings.search import GradientSettings, TextSettings
-from lpes_jax.text_nll import token_nll
+from lpes_jax.text_nll import token_divergence, token_nll
 
 Parameters = Any  # a pytree of float arrays
 Apply = Callable[[Llama, Parameters], tuple[Llama, RopeTable]]
@@ -66,7 +69,7 @@ class Look(NamedTuple):
     `loss` is the whole objective; `task_losses` (nats a prompt, by weight) and `accuracies`
     (prompts answered right, by weight) are of each task; `text_loss` is in nats a token, NaN without text. With text of several
     lengths `text_losses` are its parts, and `text_quarters` the losses in the quarters of the longest windows. `allowed`: text
-    is no worse than it may be.
+    is no worse than it may be. With `--text-objective kl` `text_divergence` is that of each length, in nats a token.
     """
 
     step: int
@@ -79,6 +82,7 @@ class Look(NamedTuple):
     parameters: Parameters
     text_losses: tuple[float, ...] = ()
     text_quarters: tuple[float, ...] = ()
+    text_divergence: tuple[float, ...] = ()
 
 
 class State(NamedTuple):
@@ -93,11 +97,15 @@ class State(NamedTuple):
     first_text_quarters: tuple[float, ...] = ()
 
 
-def initial_state(parameters: Parameters, num_tasks: int, num_texts: int = 1) -> State:
-    """The state before anything is looked at: the structure of all later ones. `num_texts`: lengths of windows of text."""
+def initial_state(parameters: Parameters, num_tasks: int, num_texts: int = 1, *, divergence: bool = False) -> State:
+    """The state before anything is looked at: the structure of all later ones.
+
+    `num_texts`: lengths of windows of text; `divergence`: their objective is the KL divergence.
+    """
     unknown = (math.nan,) * num_tasks
     texts, quarters = ((math.nan,) * num_texts, (math.nan,) * QUARTERS) if num_texts > 1 else ((), ())
-    look = Look(0, math.nan, math.nan, unknown, unknown, math.nan, True, parameters, texts, quarters)
+    apart = (math.nan,) * (num_texts * divergence)
+    look = Look(0, math.nan, math.nan, unknown, unknown, math.nan, True, parameters, texts, quarters, apart)
     return State(0, parameters, _adam.init(parameters), math.nan, look, 0, quarters)
 
 
@@ -129,13 +137,27 @@ def text_loss(
     table: RopeTable,
     counts: Bool[Array, "W"] | None = None,
     total: Total = lambda of_part: of_part,
+    as_is: Llama | None = None,
 ) -> Float[Array, ""]:
-    """The mean of -log p of the tokens of plain text but each window's first, of those that count (None: all), likewise."""
-    nll = token_nll(model, windows, of_table(table), remat=True)[:, 1:]
+    """The mean over the tokens of plain text but each window's first, in the windows that count (None: all), likewise.
+
+    Of -log p of the token, or where there is a model `as_is` of the KL divergence from its distribution.
+    """
+    if as_is is None:
+        losses = token_nll(model, windows, of_table(table), remat=True)[:, 1:]
+    else:
+        losses = _divergence(model, windows, table, as_is, remat=True)[:, 1:]
     if counts is None:
-        return nll.mean()
-    weights = counts.astype(nll.dtype)
-    return (weights * nll.mean(axis=1)).sum() / total(weights.sum())
+        return losses.mean()
+    weights = counts.astype(losses.dtype)
+    return (weights * losses.mean(axis=1)).sum() / total(weights.sum())
+
+
+def _divergence(
+    model: Llama, windows: Int[Array, "W T"], table: RopeTable, as_is: Llama, *, remat: bool = False
+) -> Float[Array, "W T"]:
+    own = of_table(as_is.config.rope_table(windows.shape[1]))
+    return token_divergence(model, windows, of_table(table), as_is, own, remat=remat)
 
 
 def descend(
@@ -162,7 +184,7 @@ def descend(
     check_bounds(settings)
     check_bounds(text)
     coefficients = None if train.shares is None else tuple(share.coefficient for share in train.shares)
-    goal = _Goal(apply, project, penalty, settings.weights_in == "loss", coefficients)
+    goal = _Goal(apply, project, penalty, settings.weights_in == "loss", coefficients, text.text_objective == "kl")
     mesh = _mesh(model)
     model = on_one_device(model) if mesh is None else put_model(model, mesh)
     placed = replace(held_back, tasks=_placed(held_back.tasks, mesh), text=_placed(held_back.texts, mesh))
@@ -177,7 +199,8 @@ def descend(
     with _partitioner(mesh):
         if resume is None:
             first = look(0, math.nan, parameters, None)
-            state = initial_state(parameters, train.num_tasks, len(held_back.texts))._replace(
+            texts = len(held_back.texts)
+            state = initial_state(parameters, train.num_tasks, texts, divergence=goal.divergence)._replace(
                 first_text_loss=first.text_loss, best=first, first_text_quarters=first.text_quarters
             )
             on_look(first, state)
@@ -249,6 +272,7 @@ class _Goal:
     penalty: Callable[[Parameters], Float[Array, ""]] | None
     weighted: bool
     coefficients: tuple[float, ...] | None = None  # of the losses of the examples; None: all alike
+    divergence: bool = False  # what text is kept by, in place of its -log p
 
     def regular(self, parameters: Parameters) -> Float[Array, ""]:
         return jnp.zeros(()) if self.penalty is None else self.penalty(parameters)
@@ -297,10 +321,11 @@ def _loss_and_gradient(
         tuned, table = goal.apply(model, parameters)
         losses = [answer_loss(tuned, examples, table, weighted=goal.weighted, total=total) for examples in tasks]
         loss = sum(losses) / len(tasks) if goal.coefficients is None else _weighted_sum(goal.coefficients, losses)
+        as_is = model if goal.divergence else None
         if len(texts) == 1:
-            loss = loss + text_weight * text_loss(tuned, texts[0].tokens, table, texts[0].counts, total)
+            loss = loss + text_weight * text_loss(tuned, texts[0].tokens, table, texts[0].counts, total, as_is)
         elif texts:
-            of_texts = [text_loss(tuned, text.tokens, table, text.counts, total) for text in texts]
+            of_texts = [text_loss(tuned, text.tokens, table, text.counts, total, as_is) for text in texts]
             loss = loss + text_weight * _weighted_sum([1 / len(texts)] * len(texts), of_texts)
         return loss + goal.regular(parameters) / places
 
@@ -333,15 +358,17 @@ def _text_now(
     at: Int[Array, "n"],
     quarters: bool = False,
 ) -> tuple[Float[Array, "..."], ...]:
-    """The mean loss of each window; `quarters`: and that of each of its quarters [n, 4]."""
+    """The mean -log p of each window, with `quarters` that of its quarters [n, 4], and the divergence where that counts."""
 
     def means(model: Llama, text: Int[Array, "W T"], parameters: Parameters, at: Int[Array, "n"]) -> tuple[Array, ...]:
         tuned, table = goal.apply(model, parameters)
         nll = token_nll(tuned, text[at], of_table(table))[:, 1:]
-        if not quarters:
-            return (nll.mean(axis=1),)
-        parts = jnp.array_split(nll, QUARTERS, axis=1)
-        return nll.mean(axis=1), jnp.stack([part.mean(axis=1) for part in parts], axis=1)
+        found = [nll.mean(axis=1)]
+        if quarters:
+            found.append(jnp.stack([part.mean(axis=1) for part in jnp.array_split(nll, QUARTERS, axis=1)], axis=1))
+        if goal.divergence:
+            found.append(_divergence(tuned, text[at], table, model)[:, 1:].mean(axis=1))
+        return tuple(found)
 
     return _over_indices(means, mesh)(model, text, parameters, at)
 
@@ -389,24 +416,27 @@ def _look(
         coefficients = [share.coefficient for share in held_back.shares]
         loss = float(np.dot(coefficients, losses)) + float(goal.regular(parameters))
         losses, accuracies = _by_task(held_back.shares, losses), _by_task(held_back.shares, accuracies)
-    of_texts, quarters = [], ()
+    of_texts, quarters, divergences = [], (), []
     lengths = [windows.shape[1] for windows in held_back.texts]
     for windows, size in zip(held_back.texts, windows_a_step(lengths, text.text_minibatch), strict=True):
         in_quarters = len(lengths) > 1 and windows.shape[1] == max(lengths)
         now = partial(_text_now, goal, mesh, model, windows, placed, quarters=in_quarters)
-        means, *of_quarters = _in_blocks(now, mesh, len(windows), size)
+        means, *more = _in_blocks(now, mesh, len(windows), size)
         of_texts.append(float(means.mean()))
-        if of_quarters:
-            quarters = tuple(of_quarters[0].mean(axis=0).tolist())
+        if in_quarters:
+            quarters = tuple(more[0].mean(axis=0).tolist())
+        if goal.divergence:
+            divergences.append(float(more[-1].mean()))
     if of_texts:
         of_text = float(np.mean(of_texts)) if len(of_texts) > 1 else of_texts[0]
-        loss += text.text_weight * of_text
+        loss += text.text_weight * (float(np.mean(divergences)) if goal.divergence else of_text)
     now_and_first = [], []
     if before is not None:
         now_and_first = (quarters, before.first_text_quarters) if quarters else ([of_text], [before.first_text_loss])
     allowed = rises_within(text.max_text_loss_rise, *now_and_first)
     several = tuple(of_texts) if len(of_texts) > 1 else ()
-    return Look(number, train_loss, loss, tuple(losses), tuple(accuracies), of_text, allowed, parameters, several, quarters)
+    seen = train_loss, loss, tuple(losses), tuple(accuracies), of_text, allowed, parameters
+    return Look(number, *seen, several, quarters, tuple(divergences))
 
 
 def _by_task(shares: Sequence[Share], values: Sequence[float]) -> list[float]:

@@ -63,7 +63,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "steps": 300,
         "minibatch_size": 16,
         "text_weight": 20.0,
-        "max_text_loss_rise": 0.03,
+        "text_objective": "kl",
+        "max_text_loss_rise": 0.05,
     },
 }
 # `--preset paper --algorithm gradient`: three sets of 2,000 prompts drawn by weight, batches of 32, learning rate 1e-5, 30
@@ -213,6 +214,8 @@ class TextSettings(TextFileSettings):
 
     text_weight: float = 0.0
     """Weight of the plain text's loss in nats per token, beside the answers' in nats per answer."""
+    text_objective: Literal["nll", "kl"] = "nll"
+    """Loss of plain text: nll, -log p of its tokens; kl, the KL divergence from the model as it is."""
     text_minibatch: int = 4
     """Windows of text per step."""
     text_window: int | tuple[int, ...] = DEFAULT_WINDOW

@@ -54,6 +54,24 @@ def test_eight_devices_descend_as_one_by_either_partitioner(model_folder: Path, 
     assert float(jnp.abs(alone[-1].parameters["y"] - 1).min()) > 1e-3
 
 
+def test_eight_devices_measure_the_divergence_of_text_as_one(model_folder: Path):
+    model, prompts = lj.load_model(str(model_folder), "float32"), haystacks([3, 4])
+    text = jnp.arange(120, dtype=jnp.int32).reshape(3, 40)
+    train = Data([pack(prompts, [1.0] * 7, shared_trees(prompts, model.config, 4))], text)
+    space = search_space(SearchSettings.of(curve="free", min_factor=0.9, max_factor=1.2), model.config, range(3))
+    parameters, project, values = box_parameters(GradientSettings(), space)
+    apply = factors_applied(space, values, model.config.rope_table(96))
+    sizes = GradientSettings(minibatch_size=7, learning_rate=0.003, steps=1)
+    kept = TextSettings(text_weight=2.0, text_minibatch=2, text_objective="kl")
+    one, eight = (
+        looks_of((put_model(model, mesh), train, train, parameters, apply, project), sizes, kept)[0][-1]
+        for mesh in (make_mesh(devices=jax.devices()[:1]), make_mesh())
+    )
+    np.testing.assert_allclose(eight.text_divergence, one.text_divergence, rtol=1e-2)
+    np.testing.assert_allclose([eight.loss, eight.text_loss], [one.loss, one.text_loss], rtol=1e-3)
+    assert one.text_divergence[0] > 0.01
+
+
 def test_programs_are_split_by_gspmd_where_several_gpus_share_them_and_by_shardy_else(monkeypatch: pytest.MonkeyPatch):
     shardy = []
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")

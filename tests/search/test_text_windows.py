@@ -105,16 +105,18 @@ def test_a_better_text_on_the_whole_is_refused_for_one_worse_quarter():
 
 
 @pytest.mark.long
-def test_a_search_with_text_at_two_lengths_resumes_to_the_same_history(guesser, tokenizer, tmp_path):
+@pytest.mark.parametrize("objective", ["nll", "kl"])
+def test_a_search_with_text_at_two_lengths_resumes_to_the_same_history(guesser, tokenizer, tmp_path, objective):
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 60, encoding="utf-8")
     settings = SearchSettings.of(
         algorithm="gradient", curve="free", num_pairs="2:4", key_length=1, limit=8, test_limit=2, uniform_candidates=2,
         steps=3, look_every=1, minibatch_size=6, text=text, text_weight=0.5, text_window=(32, 96), text_minibatch=1,
-        max_text_loss_rise=0.1, output_path=tmp_path / "run",
+        max_text_loss_rise=0.1, output_path=tmp_path / "run", text_objective=objective,
     )  # fmt: skip
     history, result = run(settings, guesser, tokenizer)
     assert [len(line["text_quarters"]) for line in history] == [4] * 4 and len(history[0]["text_losses"]) == 2
+    assert [len(line.get("text_divergence", ())) for line in history] == [2 * (objective == "kl")] * 4
     assert len(history[0]["task_losses"]) == 1  # lengths of a range are one task
     lengths = {prompt.num_items for prompt in result.outcomes[0].prompts}
     assert lengths <= {2, 3, 4}

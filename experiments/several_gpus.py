@@ -1,0 +1,216 @@
+"""What one device does, several do: searches on one and on all devices of a host, and in several processes, side by side.
+
+    python experiments/several_gpus.py --model smollm2-135m-instruct --output-path runs/several_gpus
+    python experiments/several_gpus.py --model tiny-retriever --platform cpu --num-pairs 5 --key-length 8 --steps 2
+
+Each row of the table is two runs of the same `search` command: on the first device alone, and on all of them (with CPUs: two
+virtual ones), or in one process a device (`--coordinator-address`). The histories are compared line by line, and the seconds
+a step or a generation are those between the first and the last line, so that compiling is left out. `killed` kills one
+process in the middle: the other has to end by itself, and `--resume` has to end with the history of the run that was not
+killed. What is there is not run again; `--only` takes some rows. Runs follow each other, so that nothing shares a device.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from grid import markdown_table, run_script
+
+from lpes_jax.errors import UserError
+from lpes_jax.evaluation import environment
+from lpes_jax.factors import read_json
+from lpes_jax.store.files import write_json, write_text
+
+GRADIENT = ("--algorithm", "gradient", "--curve", "free", "--look-every", "5", "--uniform-candidates", "1")
+GENETIC = ("--population-size", "8", "--parents", "4", "--mutations", "6", "--crossovers", "2", "--uniform-candidates", "1")
+SHARED = ("--queries-per-haystack", "5")
+Row = Literal["gradient", "gradient_shared", "gradient_model_axis", "population_shared", "processes", "killed"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A search, and how its second run differs from the first, on one device."""
+
+    flags: tuple[str, ...]
+    more: tuple[str, ...] = ()
+    processes: bool = False
+    first: str | None = None
+    """The row whose first run this one has too."""
+
+
+ROWS: dict[Row, Kind] = {
+    "gradient": Kind(GRADIENT),
+    "gradient_shared": Kind((*GRADIENT, *SHARED)),
+    "gradient_model_axis": Kind(GRADIENT, ("--model-axis", "2"), first="gradient"),
+    "population_shared": Kind((*GENETIC, *SHARED)),
+    "processes": Kind((*GENETIC, *SHARED), processes=True, first="population_shared"),
+    "killed": Kind((*GENETIC, *SHARED), processes=True, first="population_shared"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The model and how much is searched."""
+
+    output_path: Path = Path("runs/several_gpus")
+    """Folder of the runs, of tables.md and summary.json."""
+    model: str = "smollm2-135m-instruct"
+    """A name in models/zoo, a folder in Hugging Face layout, a .gguf file, or a Hugging Face hub id."""
+    only: tuple[Row, ...] = tuple(ROWS)
+    """Rows of the table to run."""
+    platform: Literal["gpu", "cpu"] = "gpu"
+    """cpu: two virtual devices, to try the script out."""
+    devices: int = 2
+    """Devices of the host."""
+    num_pairs: int = 20
+    """kv: pairs in a prompt."""
+    key_length: int | None = None
+    """kv: hexadecimal characters of keys and values (default: UUIDs)."""
+    limit: int = 40
+    """Search questions."""
+    steps: int = 20
+    """Steps of Adam."""
+    generations: int = 4
+    """Generations of the genetic algorithm."""
+
+
+def main(s: Settings) -> None:
+    """Run what is missing and write the table."""
+    s.output_path.mkdir(parents=True, exist_ok=True)
+    table: dict[str, dict[str, Any]] = {}
+    for name in s.only:
+        kind = ROWS[name]
+        first = s.output_path / f"{kind.first or name}_one"
+        run(s, first, kind.flags, devices=1)
+        second, notes = s.output_path / f"{name}_all", ""
+        if name == "killed":
+            notes = kill_one(s, second, kind.flags)
+        elif kind.processes:
+            together(s, second, kind.flags)
+        else:
+            run(s, second, (*kind.flags, *kind.more), devices=s.devices)
+        table[name] = compared(first, second) | {"note": notes}
+        print(name, json.dumps(table[name]), flush=True)
+    header = ["", "seconds, one", "seconds, all", "speed-up", "lines", "loss or fitness apart", "control points apart", "note"]
+    rows = [
+        [
+            name,
+            f"{row['seconds_one']:.1f}",
+            f"{row['seconds_all']:.1f}",
+            f"{row['seconds_one'] / row['seconds_all']:.2f}" if row["seconds_all"] else "-",
+            str(row["lines"]),
+            f"{row['fitness_apart']:.2g}",
+            f"{row['factors_apart']:.2g}",
+            row["note"],
+        ]
+        for name, row in table.items()
+    ]
+    where = environment()
+    write_json(s.output_path / "summary.json", {"rows": table, "model": s.model, **where})
+    write_text(s.output_path / "tables.md", f"# One device and {s.devices}\n\n{markdown_table(header, rows)}\n")
+    print((s.output_path / "tables.md").read_text())
+
+
+def compared(first: Path, second: Path) -> dict[str, Any]:
+    """How far the histories of two finished runs lie apart, line by line, and what their lines took. Raises UserError."""
+    one, several = (
+        [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()] for folder in (first, second)
+    )
+    if len(one) != len(several):
+        raise UserError(f"{second}: {len(several)} lines of history, and {len(one)} in {first}")
+
+    def apart(name: str) -> float:
+        pairs = [(a[name], b[name]) for a, b in zip(one, several, strict=True) if a.get(name) is not None]
+        return max((float(np.abs(np.subtract(*pair)).max()) for pair in pairs), default=0.0)
+
+    seconds = {
+        f"seconds_{name}": history[-1]["seconds"] - history[0]["seconds"] for name, history in (("one", one), ("all", several))
+    }
+    return {"lines": len(one), "fitness_apart": apart("fitness"), "factors_apart": apart("factors"), **seconds}
+
+
+def command(s: Settings, folder: Path, flags: tuple[str, ...]) -> list[str]:
+    """The `search` command of a run."""
+    task = ["--num-pairs", str(s.num_pairs)] + ([] if s.key_length is None else ["--key-length", str(s.key_length)])
+    sizes = ["--limit", str(s.limit), "--test-limit", "2", "--steps", str(s.steps), "--generations", str(s.generations)]
+    left_out = {"--generations"} if "gradient" in flags else {"--steps"}
+    kept = [part for pair in zip(sizes[::2], sizes[1::2], strict=True) if pair[0] not in left_out for part in pair]
+    start = [sys.executable, "-m", "lpes_jax.search", "--model", s.model, "--output-path", str(folder)]
+    return [*start, *task, *kept, *flags]
+
+
+def variables(s: Settings, devices: int, first: int = 0) -> dict[str, str]:
+    """The environment of a process that sees so many devices, from the device `first` on."""
+    if s.platform == "cpu":
+        more = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    else:
+        more = {"CUDA_VISIBLE_DEVICES": ",".join(str(first + number) for number in range(devices))}
+    return os.environ | more
+
+
+def run(s: Settings, folder: Path, flags: tuple[str, ...], devices: int) -> None:
+    """A search in one process, where it is not there."""
+    if (folder / "results.json").exists():
+        return
+    with (s.output_path / f"{folder.name}.log").open("w") as log:
+        done = subprocess.run(command(s, folder, flags), env=variables(s, devices), stdout=log, stderr=subprocess.STDOUT)
+    if done.returncode:
+        raise UserError(f"{folder}: the search ended with {done.returncode}; its output is in {folder}.log")
+
+
+def started(s: Settings, folder: Path, flags: tuple[str, ...]) -> list[subprocess.Popen[bytes]]:
+    """A search in as many processes as there are devices, one device each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    processes = []
+    for number in range(s.devices):
+        hosts = ("--coordinator-address", address, "--num-processes", str(s.devices), "--process-id", str(number))
+        log = (s.output_path / f"{folder.name}.{number}.log").open("a")
+        processes.append(
+            subprocess.Popen(
+                command(s, folder, (*flags, *hosts)), env=variables(s, 1, number), stdout=log, stderr=subprocess.STDOUT
+            )
+        )
+    return processes
+
+
+def together(s: Settings, folder: Path, flags: tuple[str, ...]) -> None:
+    """A search in several processes, where it is not there."""
+    if (folder / "results.json").exists():
+        return
+    codes = [process.wait() for process in started(s, folder, flags)]
+    if any(codes):
+        raise UserError(f"{folder}: the processes ended with {codes}; their output is in {folder}.*.log")
+
+
+def kill_one(s: Settings, folder: Path, flags: tuple[str, ...]) -> str:
+    """The same with the last process killed after the first generation, and resumed; how the others ended."""
+    if (folder / "results.json").exists():
+        return read_json(folder.with_suffix(".killed.json"))["note"]
+    processes = started(s, folder, flags)
+    history = folder / "history.jsonl"
+    while not history.exists() or not history.read_text():
+        if processes[-1].poll() is not None:
+            raise UserError(f"{folder}: a process ended before it was killed; its output is in {folder}.*.log")
+        time.sleep(0.2)
+    lines = len(history.read_text().splitlines())
+    processes[-1].send_signal(signal.SIGKILL)
+    killed = time.monotonic()
+    codes = [process.wait() for process in processes]
+    note = f"killed behind {lines} lines: the others ended with {codes[:-1]} after {time.monotonic() - killed:.0f} s"
+    write_json(folder.with_suffix(".killed.json"), {"note": note})
+    together(s, folder, (*flags, "--resume"))
+    return note
+
+
+if __name__ == "__main__":
+    run_script(Settings, main, __doc__)
