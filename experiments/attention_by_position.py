@@ -35,7 +35,7 @@ from lpes_jax.evaluation import environment
 from lpes_jax.factors import LayerFactors
 from lpes_jax.models.llama import Llama, Loaded, load
 from lpes_jax.models.llama.attention import causal_attention
-from lpes_jax.models.llama.model import decoder_layer, layer_rows, rotated
+from lpes_jax.models.llama.model import LayerContext, layer_rows, rotated, run_layers
 from lpes_jax.report.plots import BASELINE, FOUND, OTHERS, plain, save
 from lpes_jax.rope import RopeTable
 from lpes_jax.scoring import round_up
@@ -104,16 +104,11 @@ def attention_of(
             f"layers of this model see only the last {config.sliding_window} tokens; lower --max-prompt-tokens to that"
         )
 
-    def layer(x: Array, inputs: tuple[Any, Any]) -> tuple[Array, Any]:
-        weights, row = inputs
+    def attend(q: Array, k: Array, v: Array, context: LayerContext) -> tuple[Array, Any]:
+        q, k = rotated(q, k, context.row, positions)
+        return causal_attention(q, k, v), looks(q, k, lengths, edges, queries)
 
-        def attend(q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-            q, k = rotated(q, k, row, positions)
-            return causal_attention(q, k, v), looks(q, k, lengths, edges, queries)
-
-        return decoder_layer(config, weights, x, attend)
-
-    return jax.lax.scan(layer, model.embed[...][tokens], (model.layers, layer_rows(config, table)))[1]
+    return run_layers(model, model.embed[...][tokens], layer_rows(config, table), attend, keep=lambda x, kept: kept)[1]
 
 
 def edges_of(prompt: Prompt, whole: Prompt, starts: Sequence[int]) -> list[int]:

@@ -53,7 +53,7 @@ from lpes_jax.evaluation import environment
 from lpes_jax.models.llama import Llama, LlamaConfig
 from lpes_jax.models.llama.attention import causal_attention
 from lpes_jax.models.llama.checkpoint import save_llama
-from lpes_jax.models.llama.model import decoder_layer, layer_rows, matmul, output_logits, rms_norm, rotated
+from lpes_jax.models.llama.model import LayerContext, layer_rows, matmul, output_logits, rotated, run_layers
 from lpes_jax.rope import RopeParameters, rope_table
 from lpes_jax.tasks.key_value import KeyValue
 from lpes_jax.tasks.prompts import slot
@@ -183,17 +183,11 @@ def token_logits(model: Llama, tokens: Int[Array, "B T"], dtype: Any) -> Float[A
     table = rope_table(config.rope, config.head_dim, config.num_layers)
     positions = jnp.arange(tokens.shape[1])
 
-    def layer(x: Array, layer_and_row: tuple[Any, Any]) -> tuple[Array, None]:
-        layer, row = layer_and_row
-
-        def attend(q: Array, k: Array, v: Array) -> tuple[Array, None]:
-            return causal_attention(*rotated(q, k, row, positions), v), None
-
-        return decoder_layer(config, layer, x, attend)
+    def attend(q: Array, k: Array, v: Array, context: LayerContext) -> tuple[Array, None]:
+        return causal_attention(*rotated(q, k, context.row, positions), v), None
 
     x = matmul(jax.nn.one_hot(tokens, config.vocab_size, dtype=dtype), narrow.embed[...])
-    x, _ = jax.lax.scan(layer, x, (narrow.layers, layer_rows(config, table)))
-    return output_logits(narrow, rms_norm(x, narrow.norm[...], config.rms_norm_eps))
+    return output_logits(narrow, run_layers(narrow, x, layer_rows(config, table), attend)[0])
 
 
 def predict(model: Llama, rows: Rows, dtype: Any) -> tuple[Float[Array, "B T"], Array]:

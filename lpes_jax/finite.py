@@ -8,7 +8,7 @@ without factors, so that factors are not blamed for a damaged model.
 A logit of -inf that is not read is a token of probability 0, and no error. An answer token of -inf is an error, because the
 log-likelihood is not a number. Finite weights never give such logits.
 
-Letters: L layers.
+Letters: B batch, T tokens, E embedding, L layers.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from lpes_jax.errors import UserError
 from lpes_jax.factors import LayerFactors
 from lpes_jax.mesh import on_one_device
-from lpes_jax.models.llama.attention import causal_attention
-from lpes_jax.models.llama.model import Llama, decoder_layer, layer_rows, output_logits, rms_norm, rotated
-from lpes_jax.rope import Granularity
+from lpes_jax.models.llama.model import Llama, output_logits, states_after_layers
+from lpes_jax.rope import Granularity, RopeTable
 
 WAY_OUT = "try --dtype float32, or fetch its files again"
 _CHUNK = 256  # positions whose logits are in memory at once
@@ -61,13 +60,13 @@ def not_finite(
     found = factors if factors is None or isinstance(factors, LayerFactors) else LayerFactors(np.asarray(factors), granularity)
     unchanged = found is None or ((found.factors == 1).all() and (found.gains is None or (found.gains == 1).all()))
     if first is not None or not method and unchanged:
-        return NotFinite(f"the model's logits are not finite: first {place(first)}; {WAY_OUT}")
+        return NotFinite(f"the model's logits are not finite: first {describe_layer(first)}; {WAY_OUT}")
     if method or found is None:
         return NotFinite(f"the logits are not finite with the method {name}; use other settings, or --dtype float32")
     first, whose = _first(model, texts, found), f"{name}: " if name else ""
     gains = "" if found.gains is None else f", gains {shown(found.gains)}"
     return NotFinite(
-        f"the logits are not finite with these factors ({whose}{shown(found.factors)}{gains}): first {place(first)}; "
+        f"the logits are not finite with these factors ({whose}{shown(found.factors)}{gains}): first {describe_layer(first)}; "
         "use factors nearer to 1, or --dtype float32"
     )
 
@@ -89,30 +88,30 @@ def first_bad_layer(
 
     None if everything is finite. That can happen, because a text that is run by itself may round differently.
     """
-    model, config, positions = on_one_device(model), model.config, jnp.arange(len(ids))
+    model, config = on_one_device(model), model.config
     scaled = jnp.asarray(factors, jnp.float32) if isinstance(factors, np.ndarray) else factors
     query_gains = None if gains is None else jnp.asarray(gains, jnp.float32)
-    rows = layer_rows(config, config.rope_table(len(ids), scaled, granularity, query_gains, gains_granularity))
-    x = model.embed[...][jnp.array([ids], jnp.int32)]
-    if not jnp.isfinite(x).all():
+    table = config.rope_table(len(ids), scaled, granularity, query_gains, gains_granularity)
+    tokens = jnp.array([ids], jnp.int32)
+    if not jnp.isfinite(model.embed[...][tokens]).all():
         return "embedding"
-    for number, window in enumerate(config.windows(len(ids)).tolist()):
-        weights, row = jax.tree.map(lambda leaf, number=number: leaf[number], (model.layers, rows))
-
-        def attend(q: Array, k: Array, v: Array, row: Any = row, window: int = window) -> tuple[Array, None]:
-            return causal_attention(*rotated(q, k, row, positions), v, window=window), None
-
-        x, _ = decoder_layer(config, weights, x, attend)
-        if not jnp.isfinite(x).all():
-            return number
-    x = rms_norm(x, model.norm[...], config.rms_norm_eps)
+    x, finite = _states_and_finite_layers(model, tokens, table)
+    if not finite.all():
+        return int(np.argmin(finite))
     for start in range(0, len(ids), _CHUNK):
         if not jnp.isfinite(output_logits(model, x[:, start : start + _CHUNK])).all():
             return "logits"
     return None
 
 
-def place(layer: int | str | None) -> str:
+@jax.jit
+def _states_and_finite_layers(
+    model: Llama, tokens: Int[Array, "B T"], table: RopeTable
+) -> tuple[Float[Array, "B T E"], Bool[Array, "L"]]:
+    return states_after_layers(model, tokens, table, lambda x: jnp.isfinite(x).all())
+
+
+def describe_layer(layer: int | str | None) -> str:
     """The result of `first_bad_layer` in words."""
     if layer is None:
         return "in no layer when the text is run by itself"

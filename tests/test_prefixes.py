@@ -14,7 +14,7 @@ from lpes_jax import generation, memory, scoring
 from lpes_jax.errors import UserError
 from lpes_jax.generation import generate_ids
 from lpes_jax.methods.attention_buckets import attention_buckets
-from lpes_jax.models.llama import prefix
+from lpes_jax.models.llama import model as llama_model
 from lpes_jax.models.llama.method import TableMethod, of_table
 from lpes_jax.prefixes import Costs, Row, Shape, Tree, batches, groups, of_one_prompt, pack_rows, pack_trees, tree_of
 from lpes_jax.rope import RopeParameters, RopeTable
@@ -150,7 +150,7 @@ def test_the_scorer_shares_and_changes_no_score(tiny_model, monkeypatch, changes
     plain = Scorer(model, prompts, share_prefixes=False)
     wanted = plain(factors)
     assert plain.tokens_saved == 0 and wanted.correct[0, ::2].all() and not wanted.correct.all()
-    monkeypatch.setattr(prefix, "_SHORT", 0)  # the last layer where it is read, and no further
+    monkeypatch.setattr(llama_model, "_SHORT", 0)  # the last layer where it is read, and no further
     shared, done = Scorer(model, prompts), []
     scores = shared(factors, on_prompts=done.append)
     assert 0.6 < shared.tokens_saved < 0.8 and sum(done) == 3 * 12

@@ -142,7 +142,7 @@ def mean_states(model: Llama, tokens: Int[np.ndarray, "W T"]) -> Float[np.ndarra
 @jax.jit
 def _sum_of_states(model: Llama, tokens: Int[Array, "W T"]) -> Float[Array, "L T E"]:
     table = model.config.rope_table(tokens.shape[1])
-    return states_after_layers(model, tokens, table, lambda x: x.astype(jnp.float32).sum(axis=0))
+    return states_after_layers(model, tokens, table, lambda x: x.astype(jnp.float32).sum(axis=0))[1]
 
 
 def rank_channels(states: Float[np.ndarray, "L T E"], count: int) -> list[int]:

@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 
 from lpes_jax.errors import UserError
 from lpes_jax.factors import array_of, json_of
-from lpes_jax.finite import WAY_OUT, place, shown
+from lpes_jax.finite import WAY_OUT, describe_layer, shown
 from lpes_jax.generation import GeneratedScorer
 from lpes_jax.mesh import make_mesh, mesh_of
 from lpes_jax.models.llama.config import LlamaConfig
@@ -194,8 +194,8 @@ class Fitness:
             self._traced.add(prompt)
             if (layer := self.first_bad_layer(prompt, None, ("layer", "layer"))) is not None:
                 raise UserError(
-                    f"{when}: {_count(made)}: the model's logits are not finite, without factors too: first {place(layer)}, "
-                    f"at prompt {prompt}; {WAY_OUT}"
+                    f"{when}: {_count(made)}: the model's logits are not finite, without factors too: "
+                    f"first {describe_layer(layer)}, at prompt {prompt}; {WAY_OUT}"
                 )
 
     def check_any(self, when: str, made: Sequence[dict[str, Any]]) -> None:
@@ -440,7 +440,7 @@ def _told(record: dict[str, Any]) -> str:
     """A record without finite scores in words: its factors, and where it goes wrong."""
     where, who = record["not_finite"], f"individual {record['id']}, " if "id" in record else ""
     numbers = ", ".join(f"{name} {shown(array_of(record[name]))}" for name in ("factors", "gains") if name in record)
-    return f"{who}{numbers}: first {place(where['first_layer'])}, at prompt {where['prompt']}"
+    return f"{who}{numbers}: first {describe_layer(where['first_layer'])}, at prompt {where['prompt']}"
 
 
 def _count(records: Sequence[dict[str, Any]]) -> str:

@@ -17,19 +17,16 @@ from jaxtyping import Array, Bool, Float, Int
 
 from lpes_jax.mesh import BY_POPULATION, EVERYWHERE, mesh_of, over_population, put
 from lpes_jax.models.llama.attention import cached_attention
-from lpes_jax.models.llama.method import Layer, Method, Replacement
+from lpes_jax.models.llama.method import Method, Replacement
 from lpes_jax.models.llama.model import (
-    Layers,
+    LayerContext,
     Llama,
-    Scaled,
-    channel_of,
-    decoder_layer,
     layer_rows,
     method_logits,
     over_tables,
     prefill,
-    rms_norm,
     rotated,
+    run_layers,
 )
 from lpes_jax.rope import RopeTable, apply_gains
 
@@ -108,7 +105,7 @@ def _greedy(
     key: jax.Array | None = None,
 ) -> Continuation:
     batch, length = tokens.shape
-    begin = partial(_begin, model, tokens, lengths, method.replacement)
+    begin = partial(_prefill, model, tokens, lengths, method.replacement)
     last, keys, values, known = over_tables(begin, method.tables)
     room = [(0, 0), (0, 0), (0, 0), (0, max_new_tokens), (0, 0), (0, 0)]
     keys, values = jnp.pad(keys, room), jnp.pad(values, room)
@@ -140,7 +137,7 @@ def _greedy(
     return Continuation(jnp.where(after, jnp.take(new, steps - 1, axis=1)[:, None], new), finite)
 
 
-def _begin(
+def _prefill(
     model: Llama, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], replacement: Replacement | None, table: RopeTable
 ) -> tuple[Float[Array, "B 1 E"], Array, Array, Any]:
     """The last hidden state of each prompt, its keys and values `[L, B, T, K, D]`, and the state of a replacement."""
@@ -160,27 +157,22 @@ def _decode(
     known: Any,
 ) -> tuple[Float[Array, "B 1 E"], Array, Array]:
     """The hidden state of one new token per row, and the cache with its keys and values."""
-    rows, attention = jnp.arange(len(token)), None if replacement is None else replacement.attention
+    batch, attention = jnp.arange(len(token)), None if replacement is None else replacement.attention
 
-    def layer(x: Array, inputs: tuple[Layers, Layer, Array, Array, Array, Any]) -> tuple[Array, tuple[Array, Array]]:
-        weights, row, window, layer_keys, layer_values, state = inputs
+    def attend(q: Array, k: Array, v: Array, context: LayerContext) -> tuple[Array, tuple[Array, Array]]:
+        row, (window, layer_keys, layer_values, state) = context.row, context.own
+        if context.scaled is not None:
+            q, k = context.scaled()
+        if attention is None:
+            q, k = rotated(q, k, row, positions[:, None])
+        cache = layer_keys.at[batch, positions].set(k[:, 0]), layer_values.at[batch, positions].set(v[:, 0])
+        if attention is not None:
+            return attention.decode(row, state, apply_gains(q, row.gains), *cache, positions), cache
+        return cached_attention(q, *cache, positions + 1, window), cache
 
-        def attend(q: Array, k: Array, v: Array, scaled: Scaled | None = None) -> tuple[Array, tuple[Array, Array]]:
-            if scaled is not None:
-                q, k = scaled()
-            if attention is None:
-                q, k = rotated(q, k, row, positions[:, None])
-            cache = layer_keys.at[rows, positions].set(k[:, 0]), layer_values.at[rows, positions].set(v[:, 0])
-            if attention is not None:
-                return attention.decode(row, state, apply_gains(q, row.gains), *cache, positions), cache
-            return cached_attention(q, *cache, positions + 1, window), cache
-
-        return decoder_layer(model.config, weights, x, attend, channel=channel_of(row))
-
-    x = model.embed[...][token][:, None]
-    layers = layer_rows(model.config, table, replacement)
-    x, (keys, values) = jax.lax.scan(layer, x, (model.layers, layers, windows, keys, values, known))
-    return rms_norm(x, model.norm[...], model.config.rms_norm_eps), keys, values
+    x, rows = model.embed[...][token][:, None], layer_rows(model.config, table, replacement)
+    x, (keys, values) = run_layers(model, x, rows, attend, (windows, keys, values, known), keep=lambda x, kept: kept)
+    return x, keys, values
 
 
 def _chosen(

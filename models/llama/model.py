@@ -5,8 +5,11 @@ One model for all families of `config.py`: biases, norms of queries and keys, an
 The module is a pytree (NNX tree mode): hand it to `jax.jit`, `jax.vmap` and `jax.grad` as an argument, and never close over it,
 or its weights become constants of the program. It knows nothing of positions: every call takes a `RopeTable`.
 
-Letters: B batch, T tokens, A answer tokens, L layers, H heads, K key-value heads, D head dim, E embedding, F feed-forward,
-V vocabulary, G = 1 or K.
+`run_layers` is the one forward pass. What attends in it is an argument: `hidden_states` and `prefill` give it causal attention
+over prompts, or a method's (`method.py`), `prefix.py` attention over shared prefixes, `generate.py` attention over a cache.
+
+Letters: B batch, T tokens, S or M tokens that are read, A answer tokens, L layers, H heads, K key-value heads, D head dim,
+E embedding, F feed-forward, V vocabulary, G = 1 or K.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from lpes_jax.errors import UserError
 from lpes_jax.models.llama.attention import cached_attention, causal_attention
@@ -28,6 +31,7 @@ from lpes_jax.rope import RopeTable, apply_gains, cos_sin, rotate
 
 KeyValues = tuple[Float[Array, "*layers B T K D"], Float[Array, "*layers B T K D"]]
 Scaled = Callable[[], tuple[Float[Array, "B T H D"], Float[Array, "B T K D"]]]
+_SHORT = 256  # tokens of a row, below which a last layer of its own does not win back what it takes to compile
 _ROWS_AT_ONCE = 32  # queries whose logits over all keys are in memory together, where a channel is scaled
 
 
@@ -77,6 +81,76 @@ class Llama(nnx.Module):
         self.head = None if tied else nnx.Param(_normal(rngs, (config.hidden_size, config.vocab_size), dtype))
 
 
+class LayerContext(NamedTuple):
+    """What an attention is told beside queries, keys and values.
+
+    `row`: of the layer, its row of the RoPE table and the method's parameters; `own`: the layer's part of what the pass has of
+    each (its window, its cache); `read`: the tokens that have queries (None: all); `scaled`: gives the queries and keys of
+    hidden states whose channel is scaled, where the method does that.
+    """
+
+    row: Layer
+    own: Any
+    read: Int[Array, "B S"] | None
+    scaled: Scaled | None
+
+
+# (q [B, S, H, D], k and v [B, T, K, D], none rotated, context) -> the attention's output [B, S, H, D], and what `keep` is given
+Attend = Callable[[Array, Array, Array, LayerContext], tuple[Array, Any]]
+
+
+def run_layers(
+    model: Llama,
+    x: Float[Array, "B T E"],
+    rows: Layer,
+    attend: Attend,
+    own: Any = None,
+    *,
+    read: Int[Array, "B M"] | None = None,
+    remat: bool = False,
+    keep: Callable[[Float[Array, "B T E"], Any], Any] = lambda x, kept: None,
+) -> tuple[Float[Array, "B S E"], Any]:
+    """The forward pass: all layers, with `attend` in each, and the last norm. All functions that run the model call it.
+
+    Args:
+        x: the embedded tokens.
+        rows: what each layer is told (`layer_rows`), every leaf `[L, ...]`.
+        attend: rotates and attends; it alone knows of positions, caches, shared prefixes and methods.
+        own: what the pass has of each layer, every leaf `[L, ...]`.
+        read: indices of the tokens whose states are wanted (None: all). The last layer then has queries of these alone, as
+            nothing else needs them; it is compiled beside the others, but not for short rows or gradients. Not with `keep`.
+        remat: recompute each layer in the backward pass instead of keeping its activations.
+        keep: what is kept of a layer, from the hidden states after it and what `attend` gave beside its output.
+
+    Returns:
+        The normalised last hidden states (S = M with `read`, else T), and what `keep` gave, stacked `[L, ...]`.
+    """
+    config = model.config
+
+    def layer(x: Array, inputs: tuple[Layers, Layer, Any], read: Array | None = None) -> tuple[Array, Any]:
+        weights, row, layer_own = inputs
+
+        def attend_here(q: Array, k: Array, v: Array, scaled: Scaled | None = None) -> tuple[Array, Any]:
+            return attend(q, k, v, LayerContext(row, layer_own, read, scaled))
+
+        x, kept = decoder_layer(config, weights, x, attend_here, read, channel_of(row))
+        return x, keep(x, kept)
+
+    inputs = model.layers, rows, own
+    if read is None or remat or x.shape[1] < _SHORT:  # gradients of the weights come stacked, as the weights are
+        x, kept = jax.lax.scan(jax.checkpoint(layer) if remat else layer, x, inputs)
+        x = x if read is None else jnp.take_along_axis(x, read[:, :, None], axis=1)
+    else:
+
+        def layer_inputs(number: Int[Array, ""] | int) -> Any:  # stacks without their last layer would be copies
+            return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False), inputs)
+
+        last = config.num_layers - 1
+        x, _ = jax.lax.scan(lambda x, number: layer(x, layer_inputs(number)), x, jnp.arange(last))
+        x, kept = layer(x, layer_inputs(last), read)
+    return rms_norm(x, model.norm[...], config.rms_norm_eps), kept
+
+
 def hidden_states(
     model: Llama,
     tokens: Int[Array, "B T"],
@@ -92,14 +166,7 @@ def hidden_states(
     `remat` recomputes each layer in the backward pass instead of keeping its activations. `replacement` attends in place of the
     model's own attention, and is told the prompts' `lengths` (None: all of T). At most `behind` tokens behind a prompt count.
     """
-    inputs, with_cache = _layers_of_a_prompt(model, tokens, table, replacement, lengths, behind)
-
-    def layer(x: Array, inputs: _LayerInputs) -> tuple[Array, None]:
-        x, _ = with_cache(x, inputs)
-        return x, None
-
-    x, _ = jax.lax.scan(jax.checkpoint(layer) if remat else layer, model.embed[...][tokens], inputs)
-    return rms_norm(x, model.norm[...], model.config.rms_norm_eps)
+    return _run_prompts(model, tokens, table, replacement, lengths, behind, remat=remat)[0]
 
 
 def prefill(
@@ -113,68 +180,70 @@ def prefill(
 
     Keys are rotated, but with another attention as they are before. Nothing is read behind the prompts.
     """
-    inputs, layer = _layers_of_a_prompt(model, tokens, table, replacement, lengths, behind=0)
-    x, (cache, state) = jax.lax.scan(layer, model.embed[...][tokens], inputs)
-    return rms_norm(x, model.norm[...], model.config.rms_norm_eps), cache, state
+    x, (cache, state) = _run_prompts(model, tokens, table, replacement, lengths, behind=0, keep=lambda x, kept: kept)
+    return x, cache, state
 
 
 def states_after_layers(
     model: Llama, tokens: Int[Array, "B T"], table: RopeTable, of_layer: Callable[[Float[Array, "B T E"]], Any]
-) -> Any:
-    """`of_layer` of the hidden states after each layer, before the last norm; `[L, ...]`."""
-    inputs, layer = _layers_of_a_prompt(model, tokens, table, None, None, None)
-
-    def step(x: Array, inputs: _LayerInputs) -> tuple[Array, Any]:
-        x, _ = layer(x, inputs)
-        return x, of_layer(x)
-
-    return jax.lax.scan(step, model.embed[...][tokens], inputs)[1]
+) -> tuple[Float[Array, "B T E"], Any]:
+    """`hidden_states`, and `of_layer` of the states after each layer, before the last norm; `[L, ...]`."""
+    return _run_prompts(model, tokens, table, keep=lambda x, kept: of_layer(x))
 
 
-class _LayerInputs(NamedTuple):
-    """What a scan over the layers takes."""
-
-    weights: Any  # Layers; tracers and slices stand in its place
-    row: Any  # method.Layer
-    slides: Any  # Bool[Array, ""]: the layer has a window
-
-
-def _layers_of_a_prompt(
+def _run_prompts(
     model: Llama,
     tokens: Int[Array, "B T"],
     table: RopeTable,
-    replacement: Replacement | None,
-    lengths: Int[Array, "B"] | None,
-    behind: int | None,
-) -> tuple[_LayerInputs, Callable[[Array, _LayerInputs], tuple[Array, tuple[KeyValues, Any]]]]:
-    """The inputs of a scan over the layers, and its step."""
-    config, positions = model.config, jnp.arange(tokens.shape[1])
-    slides = config.windows(tokens.shape[1]) < tokens.shape[1]
-    windowed = partial(causal_attention, window=config.sliding_window)
-    known = jnp.full(len(tokens), tokens.shape[1], jnp.int32) if lengths is None else lengths
-    last_rows = 1 if lengths is None else tokens.shape[1] if behind is None else behind + 1
+    replacement: Replacement | None = None,
+    lengths: Int[Array, "B"] | None = None,
+    behind: int | None = None,
+    **how: Any,
+) -> tuple[Float[Array, "B T E"], Any]:
+    """`run_layers` over prompts that are padded on the right; what `attend` gives is ((k, v), state of a replacement)."""
+    config, length = model.config, tokens.shape[1]
+    positions = jnp.arange(length)
+    known = jnp.full(len(tokens), length, jnp.int32) if lengths is None else lengths
+    last_rows = 1 if lengths is None else length if behind is None else behind + 1
 
-    def layer(x: Array, inputs: _LayerInputs) -> tuple[Array, tuple[KeyValues, Any]]:
-        weights, row, here = inputs
+    def attend(q: Array, k: Array, v: Array, context: LayerContext) -> tuple[Array, tuple[KeyValues, Any]]:
+        row = context.row
+        if replacement is not None and replacement.attention is not None:
+            out, state = replacement.attention.prefill(row, apply_gains(q, row.gains), k, v, known)
+            return out, ((k, v), state)
+        q, k = rotated(q, k, row, positions)
+        out = within_window(config, length, context.own, _causal, q, k, v)
+        if context.scaled is not None:
+            window = jnp.where(context.own, config.sliding_window or length, length)
+            again = partial(_last_rows_scaled, out, context.scaled, v, row, known - 1, last_rows, window)
+            out, k = jax.lax.cond(row.parameters.factor != 1, again, lambda: (out, k))
+        return out, ((k, v), None)
 
-        def attend(q: Array, k: Array, v: Array, scaled: Scaled | None = None) -> tuple[Array, tuple[KeyValues, Any]]:
-            if replacement is not None and replacement.attention is not None:
-                out, state = replacement.attention.prefill(row, apply_gains(q, row.gains), k, v, known)
-                return out, ((k, v), state)
-            q, k = rotated(q, k, row, positions)
-            if slides.all() or not slides.any():  # nothing to choose: no branch in the program
-                out = (windowed if slides.all() else causal_attention)(q, k, v)
-            else:
-                out = jax.lax.cond(here, windowed, causal_attention, q, k, v)
-            if scaled is not None:
-                window = jnp.where(here, config.sliding_window or len(positions), len(positions))
-                again = partial(_last_rows_scaled, out, scaled, v, row, known - 1, last_rows, window)
-                out, k = jax.lax.cond(row.parameters.factor != 1, again, lambda: (out, k))
-            return out, ((k, v), None)
+    rows, own = layer_rows(config, table, replacement), slides(config, length)
+    return run_layers(model, model.embed[...][tokens], rows, attend, own, **how)
 
-        return decoder_layer(config, weights, x, attend, channel=channel_of(row))
 
-    return _LayerInputs(model.layers, layer_rows(config, table, replacement), jnp.asarray(slides)), layer
+def slides(config: LlamaConfig, length: int) -> Bool[Array, "L"]:
+    """Whether a layer's window is shorter than rows of `length` tokens: what `within_window` is told of each."""
+    return jnp.asarray(config.windows(length) < length)
+
+
+def within_window(
+    config: LlamaConfig,
+    length: int,
+    slides: Bool[Array, ""],
+    attention: Callable[[int | None], Callable[..., Array]],
+    *operands: Array,
+) -> Array:
+    """`attention(window)` of the operands, with the layer's window; no branch is compiled where all layers have the same."""
+    of_layers = config.windows(length) < length
+    if of_layers.all() or not of_layers.any():
+        return attention(config.sliding_window if of_layers.all() else None)(*operands)
+    return jax.lax.cond(slides, attention(config.sliding_window), attention(None), *operands)
+
+
+def _causal(window: int | None) -> Callable[..., Array]:
+    return partial(causal_attention, window=window)
 
 
 def _last_rows_scaled(
@@ -188,16 +257,16 @@ def _last_rows_scaled(
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T K D"]]:
     """`out` with `count` rows from `last` on as the scaled queries and keys give them; and these keys, rotated."""
     q, k = rotated(*scaled(), row, jnp.arange(out.shape[1]))
-    at = last[:, None] + jnp.arange(min(count, out.shape[1]))
+    positions = last[:, None] + jnp.arange(min(count, out.shape[1]))
 
-    def attend(q_and_at: tuple[Array, Array]) -> Array:
-        q, at = q_and_at
-        return cached_attention(q[:, None], k, v, at + 1, window)[:, 0]
+    def attend(q_and_position: tuple[Array, Array]) -> Array:
+        q, position = q_and_position
+        return cached_attention(q[:, None], k, v, position + 1, window)[:, 0]
 
-    q = jnp.take_along_axis(q, at[:, :, None, None], axis=1, mode="clip")
-    rows_at_once = min(_ROWS_AT_ONCE, at.shape[1])
-    again = jax.lax.map(attend, (q.swapaxes(0, 1), at.T), batch_size=rows_at_once).swapaxes(0, 1)
-    return out.at[jnp.arange(len(out))[:, None], at].set(again, mode="drop"), k
+    q = jnp.take_along_axis(q, positions[:, :, None, None], axis=1, mode="clip")
+    rows_at_once = min(_ROWS_AT_ONCE, positions.shape[1])
+    again = jax.lax.map(attend, (q.swapaxes(0, 1), positions.T), batch_size=rows_at_once).swapaxes(0, 1)
+    return out.at[jnp.arange(len(out))[:, None], positions].set(again, mode="drop"), k
 
 
 def channel_of(row: Layer) -> Channel | None:

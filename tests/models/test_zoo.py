@@ -145,7 +145,7 @@ def test_our_factors_are_those_of_the_cards():
         card = (ZOO / name / "README.md").read_text()
         assert f"`{Path(file).relative_to(name)}`" in card
         for length, methods in found.evaluation.items():
-            for method, words in (("baseline", "the model as it is"), ("lpes", "with the factors")):
+            for method, words in (("baseline", "without factors"), ("lpes", "with the factors")):
                 figures = methods[method]
                 cells = [f"{100 * value:.1f}" for value in figures["acc_by_position"].values()]
                 mean = f"{100 * figures['acc,none']:.1f} ± {100 * figures['acc_stderr,none']:.1f}"

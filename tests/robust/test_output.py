@@ -68,12 +68,12 @@ def test_a_folder_without_permission(tmp_path):
 @pytest.mark.parametrize("earlier", VERBS)
 def test_a_run_is_replaced_only_by_its_kind_and_when_told(verb, earlier, tmp_path):
     (tmp_path / FOLDERS[earlier]).write_text("{}")
-    with pytest.raises(UserError, match="holds"):
+    with pytest.raises(UserError, match="contains"):
         output.check(tmp_path, verb)
     if FOLDERS[verb] == FOLDERS[earlier]:
         output.check(tmp_path, verb, overwrite=True)
     else:
-        with pytest.raises(UserError, match="holds .*; give another folder"):
+        with pytest.raises(UserError, match="contains .*; give another folder"):
             output.check(tmp_path, verb, overwrite=True)
     with pytest.raises(UserError, match="--resume .* --overwrite"):
         output.check(tmp_path, verb, overwrite=True, resume=True)
