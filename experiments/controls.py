@@ -48,12 +48,13 @@ from lpes_jax.models.llama import Loaded, load
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.rope import Granularity
 from lpes_jax.search.algorithms import Gradient
+from lpes_jax.search.checks import check_weights
 from lpes_jax.search.fitness import groups_of, search_prompts
 from lpes_jax.search.gradient import Look, descend
 from lpes_jax.search.minibatches import Data, pack
 from lpes_jax.search.mixture import mixture_of
 from lpes_jax.search.plain_text import text_windows
-from lpes_jax.search.settings import check_weights, scaled_layers, search_space
+from lpes_jax.search.settings import scaled_layers, search_space
 from lpes_jax.settings.groups import TaskSettings
 from lpes_jax.settings.search import GradientSettings, SearchSettings, TextSettings
 from lpes_jax.statistics import paired_permutation_test

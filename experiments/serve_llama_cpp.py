@@ -45,8 +45,9 @@ from lpes_jax.models.llama.model import Llama, hidden_states, output_logits
 from lpes_jax.models.zoo import resolve
 from lpes_jax.rope import RopeTable
 from lpes_jax.ship.gguf_patch import patch_gguf
+from lpes_jax.store.content import content_sha256
 from lpes_jax.store.files import write_json
-from lpes_jax.store.provenance import content_sha256, environment
+from lpes_jax.store.provenance import environment
 from lpes_jax.tasks import make_task
 from lpes_jax.tasks.prompts import EncodedPrompt, encode
 

@@ -8,14 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from lpes_jax.choices import Granularity, PromptForm
 from lpes_jax.errors import UserError
 from lpes_jax.factors import LayerFactors
 from lpes_jax.finite import not_finite
 from lpes_jax.generation import generate_ids
 from lpes_jax.inputs import checked_factors, checked_tokens
-from lpes_jax.models.llama.chat import PromptForm, make_chat
+from lpes_jax.models.llama.chat import make_chat
 from lpes_jax.models.llama.model import Llama, hidden_states, output_logits
-from lpes_jax.rope import Granularity, RopeTable, is_traced
+from lpes_jax.rope import RopeTable, is_traced
 from lpes_jax.same_model import check_model
 from lpes_jax.tasks.prompts import token_ids
 

@@ -59,8 +59,9 @@ from lpes_jax.statistics import (
     standard_error,
     wilson_interval,
 )
+from lpes_jax.store.content import content_sha256
 from lpes_jax.store.files import replacing
-from lpes_jax.store.provenance import content_sha256, environment
+from lpes_jax.store.provenance import environment
 from lpes_jax.tasks import prompts as task_prompts
 from lpes_jax.tasks.leaks import count_leaky
 from lpes_jax.tasks.metrics import ROUGE, begins_with, corpus_rouge

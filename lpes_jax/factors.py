@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from lpes_jax.choices import GRANULARITIES, Granularity
 from lpes_jax.errors import UserError
 from lpes_jax.json_files import is_array, kind_of, read_json
-from lpes_jax.rope import GRANULARITIES, Granularity
 from lpes_jax.store.files import write_json
 
 FORMAT, APPLIES_TO = "lpes-factors/2", "position / factor"

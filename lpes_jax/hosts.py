@@ -19,7 +19,6 @@ With a single process, all functions here do nothing or act locally.
 
 import os
 import pickle
-import re
 import secrets
 import socket
 import sys
@@ -38,8 +37,7 @@ from jax.experimental import multihost_utils
 
 from lpes_jax import process
 from lpes_jax.errors import UserError
-from lpes_jax.limits import check_bounds
-from lpes_jax.settings.groups import HostSettings
+from lpes_jax.settings.groups import HostSettings, check_hosts
 
 _WAIT = 10  # seconds between two "waiting for" lines
 _HEARTBEAT = 40  # seconds without a heartbeat after which JAX declares a process dead
@@ -57,7 +55,7 @@ def start(flags: HostSettings) -> None:
         UserError: The flags are invalid, or the processes have different numbers of devices.
     """
     global _company
-    many = check(flags)
+    many = check_hosts(flags)
     if not many:
         return
     # JAX's preemption service would handle SIGTERM itself.
@@ -96,25 +94,6 @@ def start(flags: HostSettings) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             sys.stderr = sys.stdout
     late.cancel()
-
-
-def check(flags: HostSettings) -> bool:
-    """Whether the flags name other processes. Raises UserError if they contradict each other."""
-    check_bounds(flags)
-    three = {name: getattr(flags, name) for name in ("coordinator_address", "num_processes", "process_id")}
-    missing = ["--" + name.replace("_", "-") for name, value in three.items() if value is None]
-    count, address = flags.num_processes or 0, flags.coordinator_address or ""
-    if flags.distributed and len(missing) < 3:
-        raise UserError("--distributed detects the processes itself; remove --coordinator-address and its companions")
-    if 0 < len(missing) < 3:
-        raise UserError(f"--coordinator-address, --num-processes and --process-id go together; add {' and '.join(missing)}")
-    if not missing:
-        if (flags.process_id or 0) >= count:
-            raise UserError(f"--process-id {flags.process_id}: {count} processes have ids from 0 to {count - 1}")
-        match = re.fullmatch(r"[^:\s]+:(\d{1,5})", address)
-        if match is None or not 0 < int(match[1]) < 65536:
-            raise UserError(f"--coordinator-address {address!r} is not HOST:PORT (a name or an IPv4 address), as in node1:8476")
-    return flags.distributed or not missing
 
 
 def is_first() -> bool:

@@ -61,7 +61,6 @@ import numpy as np
 from flax import nnx
 
 from lpes_jax import process
-from lpes_jax.cli import fail, full_memory
 from lpes_jax.compilation import keep_programs
 from lpes_jax.errors import UserError
 from lpes_jax.factors import LayerFactors
@@ -73,6 +72,7 @@ from lpes_jax.models.llama import load, templates
 from lpes_jax.models.llama.method import of_table
 from lpes_jax.models.llama.model import check_ids
 from lpes_jax.prefixes import padded, round_up
+from lpes_jax.running import fail, full_memory
 from lpes_jax.same_model import check_loaded, tokenizer_sha256
 from lpes_jax.scoring import Scorer
 from lpes_jax.tasks.prompts import EncodedPrompt

@@ -80,6 +80,16 @@ def take_over() -> None:
         leave(2, f"error: {error}")
 
 
+def import_jax() -> None:
+    """Import JAX. Raises UserError where it refuses a setting in the environment."""
+    try:
+        import jax  # noqa: F401
+    except ValueError as error:
+        if not any(name.startswith("JAX_") for name in os.environ):
+            raise
+        raise UserError(f"JAX cannot start with this environment ({one_line(str(error))}); correct or unset that") from error
+
+
 def check_devices() -> None:
     """Make JAX look for its devices. Raises UserError if it finds none of those that the environment asks for."""
     import jax
@@ -208,7 +218,7 @@ def _end(number: int) -> None:
 
 
 def _check_environment() -> None:
-    """Remove settings of JAX that commands must not use. Raises UserError if nothing can run."""
+    """Remove settings of JAX that commands must not use. Raises UserError if there is no working directory."""
     try:
         os.getcwd()
     except OSError as error:
@@ -218,12 +228,6 @@ def _check_environment() -> None:
     aside = {name: os.environ.pop(name) for name in sorted(os.environ) if _SET_ASIDE.fullmatch(name)}
     if told := [f"{name}={value}" for name, value in aside.items() if value.lower() not in _HARMLESS]:
         print(f"note: {', '.join(told)} in the environment is ignored; this command sets what it needs", file=sys.stderr)
-    try:
-        import jax  # noqa: F401
-    except ValueError as error:
-        if not any(name.startswith("JAX_") for name in os.environ):
-            raise
-        raise UserError(f"JAX cannot start with this environment ({one_line(str(error))}); correct or unset that") from error
 
 
 class _Surviving(io.RawIOBase):

@@ -23,7 +23,7 @@ Letters: L layers, K key-value heads (KV groups), G = 1 or K, D head dim, R rota
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,10 +31,9 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from lpes_jax.choices import Granularity
+from lpes_jax.choices import GRANULARITIES, Granularity
 from lpes_jax.errors import ArrayError, UserError
 
-GRANULARITIES: tuple[str, ...] = get_args(Granularity)
 _LEFT_OUT: Any = None  # a field of RopeTable that __post_init__ fills in
 _AXES = {"layer": 1, "layer_band": 2, "layer_group": 2, "layer_group_band": 3}  # of one individual's factors
 

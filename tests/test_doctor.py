@@ -8,6 +8,7 @@ from tokenizers import AddedToken
 
 import lpes_jax as lj
 from lpes_jax import doctor
+from lpes_jax.doctor.__main__ import main
 from lpes_jax.models import zoo
 from lpes_jax.models.llama import load
 from lpes_jax.models.llama.checkpoint import open_checkpoint
@@ -23,7 +24,7 @@ def folder(tmp_path_factory):
 
 def test_a_sound_model_passes(capsys):
     pytest.importorskip("torch")
-    assert doctor.main(["--num-tokens", "100", "--compare-with-transformers"]) == 0
+    assert main(["--num-tokens", "100", "--compare-with-transformers"]) == 0
     out = capsys.readouterr().out
     assert out.count("ok") >= 7 and "FAILED" not in out
     for fact in ("llama", "6, 3 key-value heads, head dim 32", "default, theta 10,000", "92 read", "<|endoftext|>"):
@@ -48,15 +49,15 @@ def test_a_failed_check_is_exit_code_1(folder, capsys):
     tokenizer = lj.load_tokenizer(str(folder))
     tokenizer.add_tokens([AddedToken(f"<extra{i}>") for i in range(10)])  # 289 tokens for 288 rows of the embedding
     tokenizer.save_pretrained(folder)
-    assert doctor.main(["--model", str(folder), "--num-tokens", "20"]) == 1
+    assert main(["--model", str(folder), "--num-tokens", "20"]) == 1
     assert capsys.readouterr().out.count("FAILED") == 1
 
 
 def test_bfloat16_passes_too(capsys):
-    assert doctor.main(["--dtype", "bfloat16", "--num-tokens", "200"]) == 0
+    assert main(["--dtype", "bfloat16", "--num-tokens", "200"]) == 0
 
 
 @pytest.mark.parametrize("mistake", [["--model", "no-such-model"], ["--num-tokens", "2"], ["--dtype", "int4"]])
 def test_mistakes_are_exit_code_2(mistake, capsys):
-    assert doctor.main(mistake) == 2
+    assert main(mistake) == 2
     assert capsys.readouterr().err.startswith("error: ")

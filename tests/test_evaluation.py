@@ -16,7 +16,8 @@ from lpes_jax.evaluation import ALONE, BASELINE, Candidate, Outcome, evaluate, r
 from lpes_jax.factors import LayerFactors
 from lpes_jax.models.llama import Llama
 from lpes_jax.report.tables import differences
-from lpes_jax.store.provenance import content_sha256, environment
+from lpes_jax.store.content import content_sha256
+from lpes_jax.store.provenance import environment
 from lpes_jax.tasks.key_value import KeyValue
 
 TASK = KeyValue(num_pairs=3, key_length=1)

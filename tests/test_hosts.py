@@ -11,7 +11,8 @@ import pytest
 from nursery import Nursery, left, lines, log, wait_for
 
 from lpes_jax.errors import UserError
-from lpes_jax.hosts import HostSettings, check, check_alike, from_first, gather
+from lpes_jax.hosts import check_alike, from_first, gather
+from lpes_jax.settings.groups import HostSettings, check_hosts
 
 WORK = """
 from lpes_jax import process
@@ -143,11 +144,11 @@ HERE = HostSettings(coordinator_address="node1:8476", num_processes=2, process_i
 )
 def test_flags_that_cannot_be_are_refused(flags, named):
     with pytest.raises(UserError) as refused:
-        check(flags)
+        check_hosts(flags)
     assert named in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_one_process_is_alone():
-    assert not check(HostSettings()) and check(HERE) and check(HostSettings(distributed=True))
+    assert not check_hosts(HostSettings()) and check_hosts(HERE) and check_hosts(HostSettings(distributed=True))
     assert gather("x") == ["x"] and from_first(lambda: 3) == 3
     check_alike({"anything": 1})

@@ -14,15 +14,23 @@ OUT gets results.json (lm-evaluation-harness's layout), results.md, samples.json
 import sys
 from collections.abc import Sequence
 
-from lpes_jax import process
+from lpes_jax import evaluate, process
 from lpes_jax.cli import run_verb
-from lpes_jax.evaluate import EvaluateSettings, run_evaluation
+from lpes_jax.settings.evaluate import EvaluateSettings
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The verb; returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    return run_verb(EvaluateSettings(), run_evaluation, __doc__ or "", arguments, "evaluate", many_hosts=True)
+    return run_verb(
+        EvaluateSettings(),
+        lambda flags: evaluate.run_evaluation(flags),
+        __doc__ or "",
+        arguments,
+        "evaluate",
+        check=lambda flags: evaluate.check_inputs(flags),
+        many_hosts=True,
+    )
 
 
 if __name__ == "__main__":

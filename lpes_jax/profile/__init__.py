@@ -1,129 +1,28 @@
 """How long a prompt a model reads reliably, and where in it not: `run_profile(ProfileSettings(...))`, `python -m
 lpes_jax.profile`.
 
-`grid.py` measures, `findings.py` says what it means, `text_loss.py` has the loss of plain text by position, `page.py` the
-files.
+`run.py` runs the verb, `checks.py` has what is refused before a model is opened. `grid.py` measures, `findings.py` says what it
+means, `text_loss.py` has the loss of plain text by position, `page.py` the files. Names are imported when they are used.
 """
 
-import time
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from lpes_jax.errors import UserError
-from lpes_jax.evaluation import BASELINE, Candidate
-from lpes_jax.factors import LayerFactors
-from lpes_jax.limits import check_bounds
-from lpes_jax.mesh import make_mesh
-from lpes_jax.models.llama import load
-from lpes_jax.profile.grid import Grid, Plan
-from lpes_jax.profile.page import draw, record_of, tables
-from lpes_jax.profile.text_loss import WINDOWS, text_loss
-from lpes_jax.report.html import write_page
-from lpes_jax.report.progress import SearchProgress
-from lpes_jax.report.tables import show
-from lpes_jax.same_model import check_loaded
-from lpes_jax.settings.profile import ProfileSettings
-from lpes_jax.store import output
-from lpes_jax.store.files import write_json, write_text
-from lpes_jax.store.provenance import check_deterministic
-from lpes_jax.tasks.prompts import check_once, check_positions
+from lpes_jax import lazy
 
-_CEILING_SHARE = 0.08  # of the time, for questions with the fact alone beyond the first ones
-_REPORT_SECONDS = 6.0  # kept for the pictures and the page
-
-
-def run_profile(settings: ProfileSettings) -> Grid:
-    """Measure for the time that is given, write the folder, print what it says; return what was measured.
-
-    Raises UserError where the settings, the model or the factors cannot be used.
-    """
-    started = time.time()
-    _check(settings)
-    check_deterministic(settings.devices.deterministic)
-    output.check(settings.run.output_path, "profile", overwrite=settings.run.overwrite)
-    factors = None if settings.factors.factors is None else LayerFactors.load(settings.factors.factors)
-    loaded = load(settings.run.model, settings.devices.dtype, make_mesh(settings.devices.model_axis))
-    candidates, factors_model = [Candidate(BASELINE)], None
-    if factors is not None:
-        factors_model = check_loaded(factors, loaded, str(settings.factors.factors), settings.factors.other_model)
-        candidates.append(Candidate("factors", factors))
-    window = loaded.model.config.max_position_embeddings
-    plan = Plan(
-        tasks=settings.grid.tasks,
-        lengths=tuple(sorted(settings.grid.lengths)) or default_lengths(window),
-        positions=settings.grid.positions,
-        threshold=settings.judgement.threshold,
-        confidence=settings.judgement.confidence,
-        seed=settings.run.seed,
-        key_length=8
-        if settings.grid.key_length is None and settings.run.model == "tiny-retriever"
-        else settings.grid.key_length,
+if TYPE_CHECKING:
+    from lpes_jax.profile.checks import check, check_inputs
+    from lpes_jax.profile.run import default_lengths, run_profile
+    from lpes_jax.settings.profile import ProfileSettings
+else:
+    __getattr__, __dir__ = lazy.names(
+        __name__,
+        {
+            "ProfileSettings": "lpes_jax.settings.profile",
+            "check": "lpes_jax.profile.checks",
+            "check_inputs": "lpes_jax.profile.checks",
+            "default_lengths": "lpes_jax.profile.run",
+            "run_profile": "lpes_jax.profile.run",
+        },
     )
-    if plan.lengths[-1] > window:
-        raise UserError(f"--lengths {plan.lengths[-1]}: the model's window is {window} tokens; give lengths up to that")
-    grid = Grid(loaded, plan, candidates, batch_size=settings.devices.batch_size)
-    deadline = started + 60 * settings.judgement.minutes - _REPORT_SECONDS
-    with SearchProgress(grid.prompts_of_first_blocks(), deadline=deadline) as progress:
-        progress.note(f"profiling {loaded.identity['name']}")
-        grid.on_prompts = progress.prompts
-        grid.ceilings(time.time() + _CEILING_SHARE * (deadline - time.time()))
-        text = _measure(grid, settings, deadline, progress)
-    found: dict[str, Any] = record_of(grid, text, _config(settings, grid), started)
-    found["factors_model"] = factors_model
-    with output.staged(settings.run.output_path) as folder:
-        shown, pictures = tables(grid, found), draw(folder, grid, found)
-        write_text(folder / "profile.md", shown)
-        write_page(folder, "profile", found["says"][BASELINE], settings, found, shown, pictures)
-        write_json(folder / "profile.json", found)
-    show(*found["says"].values(), f"profile: {settings.run.output_path}")
-    return grid
 
-
-def default_lengths(window: int) -> tuple[int, ...]:
-    """An eighth, a quarter and a half of the window or of 8,192 tokens, and that."""
-    longest = min(window, 8192)
-    return tuple(sorted({max(16, longest // part) for part in (8, 4, 2, 1)}))
-
-
-def _check(settings: ProfileSettings) -> None:
-    check_bounds(settings)
-    check_positions(settings.grid.positions)
-    check_once(settings.grid.lengths, "--lengths")
-    check_once(settings.grid.tasks, "--tasks")
-    if settings.grid.text is not None and not settings.grid.text.is_file():
-        raise UserError(f"--text {settings.grid.text}: no such file; any text file in UTF-8")
-    if not settings.grid.tasks:
-        raise UserError("--tasks: give at least one task")
-
-
-def _config(settings: ProfileSettings, grid: Grid) -> dict[str, Any]:
-    config = {name: str(value) if isinstance(value, Path) else value for name, value in settings.flat().items()}
-    config |= {"lengths": list(grid.plan.lengths), "key_length": grid.plan.key_length}
-    return config | {"model_identity": grid.loaded.identity}
-
-
-def _measure(grid: Grid, settings: ProfileSettings, deadline: float, progress: SearchProgress) -> dict[str, Any] | None:
-    """Blocks of questions until the deadline; before any column has its second one, the text's loss, where time is left for
-    it."""
-    text, asked, skipped, before = None, False, set[int](), None
-    while True:
-        column = grid.next(skipped)
-        if not asked and (column is None or column.blocks):
-            asked, length, began = True, grid.plan.lengths[-1], time.time()
-            if began + grid.seconds_of_text(WINDOWS * length) < deadline:
-                progress.note(f"the loss of plain text in {length:,} tokens")
-                text = text_loss(
-                    grid.loaded, grid.candidates, length, settings.grid.text, settings.run.seed, settings.devices.batch_size
-                )
-                text["seconds"] = round(time.time() - began, 3)
-        elif column is None:
-            return text
-        elif time.time() + grid.seconds(column) > deadline:
-            skipped.add(id(column))
-        else:
-            if column.blocks:
-                progress.skip(-grid.prompts_of_block(column))
-            if column is not before:
-                progress.note(f"{column.name} of {column.length:,} tokens")
-            grid.add(column)
-            before = column
+__all__ = ["ProfileSettings", "check", "check_inputs", "default_lengths", "run_profile"]

@@ -15,16 +15,22 @@ answers with the fact alone, with 95 % confidence."""
 import sys
 from collections.abc import Sequence
 
-from lpes_jax import process
+from lpes_jax import process, profile
 from lpes_jax.cli import run_verb
-from lpes_jax.profile import run_profile
 from lpes_jax.settings.profile import ProfileSettings
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The verb; returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    return run_verb(ProfileSettings(), run_profile, __doc__ or "", arguments, "profile")
+    return run_verb(
+        ProfileSettings(),
+        lambda flags: profile.run_profile(flags),
+        __doc__ or "",
+        arguments,
+        "profile",
+        check=lambda flags: profile.check_inputs(flags),
+    )
 
 
 if __name__ == "__main__":

@@ -1,213 +1,28 @@
-"""Search a model's layer factors: `run_search(preset("quick"))`, or `python -m lpes_jax.search`."""
+"""Search a model's layer factors: `run_search(preset("quick"))`, or `python -m lpes_jax.search`.
 
-import json
-import time
-from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
+`run.py` runs the verb, `checks.py` has what is refused before a model is opened. Names are imported when they are used.
+"""
 
-import jax.numpy as jnp
-import numpy as np
+from typing import TYPE_CHECKING
 
-from lpes_jax import hosts
-from lpes_jax.curves import bezier_outline
-from lpes_jax.errors import UserError
-from lpes_jax.evaluation import BASELINE, PLAIN, results_record, rows, write_samples
-from lpes_jax.factors import LayerFactors
-from lpes_jax.mark import refuse_marked
-from lpes_jax.mesh import make_mesh
-from lpes_jax.models.llama import Loaded, load
-from lpes_jax.models.llama.chat import make_chat
-from lpes_jax.report.html import write_page
-from lpes_jax.report.plots import factors_by_layer, search_history, u_curve
-from lpes_jax.report.tables import Grid, by_task, differences, markdown, position_table, show
-from lpes_jax.same_model import check_loaded
-from lpes_jax.search.loop import SearchResult, search
-from lpes_jax.search.mixture import file_stem, mixture_of
-from lpes_jax.search.settings import check
-from lpes_jax.settings.search import SearchSettings, as_record, preset, preset_values
-from lpes_jax.store import output
-from lpes_jax.store.files import write_json, write_text
-from lpes_jax.store.provenance import check_deterministic
-from lpes_jax.store.run_folder import RunFolder
-from lpes_jax.tasks.chat import ChatTask
-from lpes_jax.tasks.flags import name_of, tasks_of, title_of
+from lpes_jax import lazy
 
-__all__ = ["SearchResult", "SearchSettings", "preset", "run_search"]
-
-
-def run_search(settings: SearchSettings, loaded: Loaded | None = None, measured: dict[Any, Any] | None = None) -> SearchResult:
-    """Load the model, search, measure what was found on held-out questions, and leave the run's folder.
-
-    `loaded`: what `load` gave for the settings' model, dtype and mesh, for several searches on one; `measured`: an empty dict
-    that all of these are given, so that what they measure alike (the model as it is) is measured once.
-
-    Raises UserError where the settings, the model or the data cannot be used, before anything is searched, and Interrupted (a
-    KeyboardInterrupt) for a SIGINT or SIGTERM, when the batch under way is scored and saved: `resume` goes on from there. A
-    run that was cut off while it measured on held-out questions measures these anew.
-    """
-    started = time.time()
-    check(settings)
-    check_deterministic(settings.devices.deterministic)
-    questions, run = settings.questions, settings.run
-    hosts.from_first(lambda: output.check(run.output_path, "search", overwrite=run.overwrite, resume=run.resume))
-    mixture = mixture_of(settings.task, questions.limit, questions.test_limit, max_new_tokens=questions.max_new_tokens)
-    if mixture is None and name_of(settings.task) == "perplexity":
-        raise UserError("--task perplexity has no questions to search on; search on another task and evaluate on this one")
-    tasks = tasks_of(settings.task, max_new_tokens=questions.max_new_tokens) if mixture is None else mixture.tasks
-    titles = [title_of(settings.task, task) for task in tasks] if mixture is None else mixture.titles
-    start = None if settings.start.initial_factors is None else LayerFactors.load(settings.start.initial_factors)
-    loaded = loaded or load(run.model, settings.devices.dtype, make_mesh(settings.devices.model_axis))
-    refuse_marked(loaded.model.config.mark, f"--model {loaded.identity['name']}")  # what is found could not be used with it
-    chat = make_chat(loaded.tokenizer, **settings.prompt.flat())
-    if chat is not None:
-        tasks = [ChatTask(task, chat.render) for task in tasks]
-        mixture = mixture and mixture.with_tasks(lambda task: ChatTask(task, chat.render))
-    identity = loaded.identity | {"chat": chat and chat.record}
-    of_mixture = mixture.record() if mixture else {}
-    config = as_record(settings) | {"model_identity": identity} | ({"mixture": of_mixture} if mixture else {})
-    if start is not None:
-        where = f"--initial-factors {settings.start.initial_factors}"
-        config["factors_model"] = check_loaded(start, loaded, where, settings.start.other_model)
-    shown: list[Grid | str] = []
-
-    def finish(result: SearchResult, folder: RunFolder) -> SearchResult:
-        records = [results_record(it.task, it.outcomes, it.places, config, started) for it in result.reports]
-        evaluation = records[0] if len(records) == 1 and mixture is None else _together(titles, records)
-        if mixture is not None:
-            evaluation["data_sha256"] = {title: it["data_sha256"] for title, it in of_mixture.items() if "data" in it}
-            evaluation["prompts_sha256"] = {title: it["prompts_sha256"] for title, it in zip(titles, records, strict=True)}
-        evaluation |= {"selection": result.selection}
-        result = replace(result, factors=replace(result.factors, evaluation=evaluation["methods"]))
-        result.factors.save(folder.path / "factors.json")
-        outcomes = [outcome for report in result.reports for outcome in report.outcomes]
-        of_outcomes = [report.title for report in result.reports for _ in report.outcomes] if mixture else []
-        write_samples(folder.path / "samples.jsonl", outcomes, of_outcomes)
-        name = loaded.identity["name"]
-        text, pictures, parts = _report(result, settings, folder.path, titles, name, [it["methods"] for it in records])
-        history = [json.loads(line) for line in folder.history_path.read_text(encoding="utf-8").splitlines()]
-        named = titles if mixture else []
-        pictures["All individuals"] = search_history(folder.path / "history", history, f"{name}: {settings.algorithm}", named)[
-            1
-        ]
-        head = f"Search: {name}, {', '.join(titles)}"
-        from_file = settings.task.mixture is not None
-        given = preset_values(run.preset, settings.algorithm, mixture=from_file)
-        write_page(folder.path, "search", head, settings, evaluation, text, pictures, result.factors.search, given)
-        folder.settle()
-        write_json(folder.path / "results.json", evaluation)  # last: where it is, all is
-        shown.extend(parts)
-        return result
-
-    asked = tasks if mixture is None else mixture
-    result = search(settings, loaded.model, loaded.tokenizer, asked, identity, loaded.stop_ids, finish, measured)
-    if not result.reports:
-        shown.append(f"the run in {settings.run.output_path} is complete, nothing was done")
-    show(*shown)
-    return result
-
-
-def _together(titles: Sequence[str], records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The records of several lengths as one: what a record has by task, it has by title."""
-    merged = dict(records[-1])
-    merged["results"] = {title: next(iter(it["results"].values())) for title, it in zip(titles, records, strict=True)}
-    merged["methods"] = {title: it["methods"] for title, it in zip(titles, records, strict=True)}
-    merged["n-samples"] = {title: next(iter(it["n-samples"].values())) for title, it in zip(titles, records, strict=True)}
-    return merged
-
-
-def _report(
-    result: SearchResult,
-    settings: SearchSettings,
-    folder: Path,
-    titles: Sequence[str],
-    model: str,
-    figures: Sequence[dict[str, Any]],
-) -> tuple[str, dict[str, Path], list[Grid | str]]:
-    """Write results.md and the pictures; the text, the pictures by their captions, and what to print when all is written."""
-    drawn_numbers = _numbers_by_layer(result, settings, folder, model)
-    shown: list[Grid | str] = []
-    tables: list[str] = []
-    pictures: dict[str, Path] = {}
-    for number, (what, report, methods) in enumerate(zip(titles, result.reports, figures, strict=True), 1):
-        positions = [position for _, position in report.places]
-        title = f"{model}, {what}, {len(report.outcomes[0].main)} held-out questions"
-        drawn = [outcome for outcome in report.outcomes if outcome.candidate.name != PLAIN]
-        curves = {
-            _LABELS.get(outcome.candidate.name, outcome.candidate.name): (
-                outcome.main.mean(axis=0).tolist(),
-                len(outcome.main),
-            )
-            for outcome in drawn
-        }
-        name = "positions" if len(titles) == 1 else f"positions_{file_stem(what)}"
-        name = f"positions_{number}_{file_stem(what)[:60]}" if report.title else name  # titles may be long, and nearly alike
-        pictures[f"Accuracy by position: {what}"] = u_curve(folder / name, positions, curves, title)[1]
-        tables += [f"{what}\n"] if len(titles) > 1 or report.title else []
-        for metric in report.outcomes[0].scores if report.title else [None]:
-            table_rows = rows(report.outcomes, metric)
-            tables += [f"{metric}\n"] if report.title else []
-            tables.append(f"{markdown(table_rows, positions)}\n")
-            shown.append(position_table(table_rows, positions, f"{title}{f': {metric}' if report.title else ''}"))
-        tables.append(f"{differences(methods)}\n")
-    if "tasks" in result.selection:
-        searched = by_task(result.selection["tasks"])
-        tables += ["The search's own questions, as the model is and with the found factors\n", f"{searched}\n"]
-        shown.append(searched)
-    tables.append(f"{_winners_curse(result.selection)}\n")
-    text = "\n".join(tables)
-    write_text(folder / "results.md", text)
-    search = result.factors.search
-    shown.append(
-        f"{search['individuals']} individuals, {search['evaluations']} scored by the model, "
-        f"{search['prompts_scored']:,} prompts scored, {search['seconds']:.0f} s. "
-        f"'{PLAIN}' has no forced opener behind the prompt; p is against '{BASELINE}', over questions."
+if TYPE_CHECKING:
+    from lpes_jax.search.checks import check, check_inputs
+    from lpes_jax.search.loop import SearchResult
+    from lpes_jax.search.run import run_search
+    from lpes_jax.settings.search import SearchSettings, preset
+else:
+    __getattr__, __dir__ = lazy.names(
+        __name__,
+        {
+            "SearchResult": "lpes_jax.search.loop",
+            "SearchSettings": "lpes_jax.settings.search",
+            "check": "lpes_jax.search.checks",
+            "check_inputs": "lpes_jax.search.checks",
+            "preset": "lpes_jax.settings.search",
+            "run_search": "lpes_jax.search.run",
+        },
     )
-    shown += [_winners_curse(result.selection), f"run folder: {folder}"]
-    return text, pictures | drawn_numbers, shown
 
-
-def _numbers_by_layer(result: SearchResult, settings: SearchSettings, folder: Path, model: str) -> dict[str, Path]:
-    """Pictures of the factors and gains that were learnt, by their captions."""
-    found, pictures = result.factors, {}
-    learnt = ("factors", "gains") if settings.space.learn == "both" else (settings.space.learn,)
-    columns = {"factors": (found.factors, found.granularity), "gains": (found.gains, found.gains_granularity)}
-    for at, what in enumerate(learnt):
-        values, granularity = columns[what]
-        assert values is not None and granularity is not None  # what is learnt is there
-        points, outline = None, None
-        if result.control_points is not None and settings.space.curve in ("bezier", "linear", "step"):
-            points = result.control_points[:, [0, 1 + at]]
-            if settings.space.curve == "bezier":
-                outline = np.array(bezier_outline(jnp.asarray(points, jnp.float32)))
-            if what == "factors" and settings.space.parameter == "multiplier":
-                with np.errstate(divide="ignore"):
-                    for drawn in (points, outline):
-                        if drawn is not None:
-                            drawn[:, 1] = 1 / drawn[:, 1]
-        _, pictures[f"{what.capitalize()} by layer"] = factors_by_layer(
-            folder / what,
-            values,
-            points,
-            outline,
-            f"{model}: {what.removesuffix('s')} by layer",
-            granularity,
-            layers=tuple(found.curve["layers"]) if found.curve else None,
-            what="gain" if what == "gains" else "factor",
-        )
-    return pictures
-
-
-def _winners_curse(selection: dict[str, Any]) -> str:
-    """What a search score is worth."""
-    chosen = f"Accuracy by the search's weights: the found factors, the best of {selection['chosen_of']}, have "
-    chosen += f"{100 * selection['accuracy_where_chosen']:.1f} % on the questions that they were chosen on"
-    curse = "the best of many is partly the luckiest (winner's curse)"
-    if "baseline_held_out" not in selection:
-        return f"{chosen}, of which some is luck, as {curse}: quote the held-out figures."
-    held_out, baseline = (f"{100 * selection[name]:.1f} %" for name in ("accuracy_held_out", "baseline_held_out"))
-    return f"{chosen} and {held_out} on held-out ones (baseline {baseline}). Quote the second: {curse}."
-
-
-_LABELS = {"uniform": "tuned uniform factor", "pi": "mean of the factors (PI)", "lpes": "found factors (LPES)"}
+__all__ = ["SearchResult", "SearchSettings", "check", "check_inputs", "preset", "run_search"]

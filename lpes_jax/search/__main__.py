@@ -20,20 +20,23 @@ The folder gets factors.json (give it to evaluate), results.json, results.md, sa
 import sys
 from collections.abc import Sequence
 
-from lpes_jax import process
-from lpes_jax.cli import run_verb, value_of
-from lpes_jax.search import run_search
-from lpes_jax.settings.search import PRESETS, SearchSettings, preset_values
+from lpes_jax import process, search
+from lpes_jax.cli import run_verb
+from lpes_jax.settings.search import SearchSettings
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The verb; returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    chosen = value_of("--preset", arguments) or "default"
-    algorithm = value_of("--algorithm", arguments) or "ga"
-    mixture = value_of("--mixture", arguments) is not None
-    values = preset_values(chosen, algorithm, mixture=mixture) if chosen in PRESETS else {}  # the parser refuses others
-    return run_verb(SearchSettings().replace(**values), run_search, __doc__ or "", arguments, "search", many_hosts=True)
+    return run_verb(
+        SearchSettings(),
+        lambda flags: search.run_search(flags),
+        __doc__ or "",
+        arguments,
+        "search",
+        check=lambda flags: search.check_inputs(flags),
+        many_hosts=True,
+    )
 
 
 if __name__ == "__main__":

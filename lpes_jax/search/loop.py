@@ -29,8 +29,9 @@ from lpes_jax.search.settings import scaled_layers, search_space
 from lpes_jax.search.space import Space
 from lpes_jax.search.stop import BudgetSpent, GracefulStop
 from lpes_jax.settings.search import SearchSettings, as_record
+from lpes_jax.store.content import content_sha256
 from lpes_jax.store.files import write_json
-from lpes_jax.store.provenance import check_processes, content_sha256, environment
+from lpes_jax.store.provenance import check_processes, environment
 from lpes_jax.store.run_folder import RunFolder
 from lpes_jax.tasks import prompts as task_prompts
 from lpes_jax.tasks.leaks import count_leaky

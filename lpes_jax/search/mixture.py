@@ -30,7 +30,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from lpes_jax.errors import UserError
 from lpes_jax.limits import BOUNDS, Bound, check_number, check_path
 from lpes_jax.settings.groups import TaskSettings
-from lpes_jax.store.provenance import content_sha256
+from lpes_jax.store.content import content_sha256
 from lpes_jax.tasks import TASKS, settings_of
 from lpes_jax.tasks.flags import LENGTHS, SETTINGS, given, make_tasks
 from lpes_jax.tasks.prompts import Task

@@ -1,83 +1,19 @@
-"""What the settings of a search come to: whether they can be, the layers that are scaled, the search space and its lattice.
+"""What the settings of a search come to with a model: the layers that are scaled, the search space and its lattice.
 
-The flags themselves are in lpes_jax/settings/search.py.
+The flags themselves are in lpes_jax/settings/search.py; checks.py has what is refused without a model.
 """
 
-import difflib
-import math
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from lpes_jax.errors import UserError
 from lpes_jax.factors import LEAST, MOST, LayerFactors
-from lpes_jax.limits import check_bounds, check_individuals
-from lpes_jax.models.llama.chat import check_chat
 from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.search.lattice import Lattice
 from lpes_jax.search.space import Space
 from lpes_jax.settings.search import SearchSettings
-from lpes_jax.tasks.prompts import check_once, check_positions
-
-
-def check(settings: SearchSettings) -> None:
-    """Raise UserError for what cannot be, as far as that is known without the model."""
-    check_bounds(settings)
-    ga, gradient, space, fitness = settings.ga, settings.gradient, settings.space, settings.objective.fitness
-    if settings.algorithm != "gradient" and ga.max_evaluations is None:
-        check_individuals(ga.population_size + ga.generations * (ga.mutations + 2 * ga.crossovers))
-    check_positions(settings.questions.positions)
-    check_once(settings.questions.metrics, "--metrics")
-    check_chat(**settings.prompt.flat())
-    check_weights(settings.objective.weights, settings.objective.search_positions)
-    for name, value in settings.flat().items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(f"--{name.replace('_', '-')} must be a finite number, got {value}")
-    if gradient.stay_close < 0:
-        raise UserError(f"--stay-close must be at least 0, got {gradient.stay_close}")
-    from lpes_jax.search.strategies import NAMES  # evosax wants devices at once: not before several processes have met
-
-    if settings.algorithm not in ("ga", "gradient", *NAMES):
-        close = difflib.get_close_matches(settings.algorithm, ("ga", "gradient", *NAMES)) or ["ga", "gradient", "cma_es"]
-        raise UserError(f"--algorithm {settings.algorithm!r} is not known; did you mean {', '.join(close)}?")
-    if ga.race and settings.algorithm == "gradient":
-        raise UserError("--race drops individuals, which --algorithm gradient has none of; leave it out")
-    if settings.task.is_mixture:
-        several = "--mixture" if settings.task.mixture is not None else f"--task {' '.join(settings.task.task)}"
-        if ga.race:
-            raise UserError(f"{several}: --race compares questions of one task; leave it out")
-        if fitness == "metric":
-            raise UserError(f"{several}: --fitness metric is of one task; use accuracy or log_likelihood")
-    if ga.race and fitness == "metric":
-        raise UserError("--race: --fitness metric has individuals one by one generate text on all questions; leave --race out")
-    if space.parameter != "multiplier" and space.min_factor == 0:
-        raise UserError("--min-factor must be above 0, got 0.0; --parameter multiplier takes 0")
-    if space.parameter == "log" and settings.algorithm != "gradient":
-        raise UserError(f"--parameter log is how Adam moves; --algorithm {settings.algorithm} takes factor or multiplier")
-    if space.parameter == "log" and gradient.box == "sigmoid":
-        raise UserError("--parameter log and --box sigmoid are two scales of one number; give one of them")
-    if gradient.prune:
-        if not 0 < gradient.prune <= 1:
-            raise UserError(f"--prune {gradient.prune} must be from 0 (off) to 1: it is a share of --learning-rate")
-        if settings.algorithm != "gradient" or gradient.box == "sigmoid" or space.curve not in ("free", "shared"):
-            raise UserError("--prune goes with --algorithm gradient, --box clip and --curve free or shared")
-        if gradient.steps < 2:
-            raise UserError(f"--prune needs --steps of 2 or more, half of which fit what is left; got {gradient.steps}")
-    if ga.max_evaluations is not None and settings.algorithm == "gradient":
-        raise UserError("--max-evaluations counts individuals, which --algorithm gradient has none of; give --steps")
-
-
-def check_weights(weights: Sequence[float], positions: Sequence[int]) -> None:
-    """Raise UserError unless each of `--search-positions` has a weight, and the weights are shares of 1."""
-    check_positions(positions, "--search-positions")
-    shown = " ".join(map(str, weights))
-    if len(weights) != len(positions):
-        places = " ".join(map(str, positions))
-        raise UserError(f"--weights {shown}: give one number for each of --search-positions {places}")
-    if not (all(weight >= 0 for weight in weights) and abs(sum(weights) - 1) <= 1e-6):  # false for NaN, too
-        raise UserError(f"--weights must be numbers from 0 that sum to 1, got {shown}")
 
 
 def scaled_layers(settings: SearchSettings, num_layers: int) -> range:

@@ -11,7 +11,7 @@ from lpes_jax.settings.groups import (
     TaskSettings,
     TextFileSettings,
 )
-from lpes_jax.settings.tree import Settings
+from lpes_jax.settings.tree import Settings, rare, when
 
 
 @dataclass(frozen=True)
@@ -19,14 +19,15 @@ class MethodsSettings(Settings):
     """The methods."""
 
     methods: tuple[str, ...] = ("all",)
-    """baseline, uniform, pi, dynamic_ntk, ntk_by_base, yarn, attention_buckets, ms_poe, moice, self_extend, hidden_channel,
-    lpes; or all."""
+    """all, or some by name: baseline, uniform, pi, yarn, moice, lpes, ...
+    The others: dynamic_ntk, ntk_by_base, attention_buckets, ms_poe, self_extend, hidden_channel."""
     budget: int = 16
     """Settings that may be tried for a method."""
-    repeats: int = 20
+    repeats: int = rare(20)
     """Rounds of the timing."""
-    channel_strings: int = 200
-    """hidden_channel: random strings of at most 1,000 tokens that positional channels are looked for on."""
+    channel_strings: int = rare(200)
+    """hidden_channel: random strings to look for positional channels on.
+    Of at most 1,000 tokens."""
 
 
 @dataclass(frozen=True)
@@ -34,21 +35,22 @@ class RouterSettings(TextFileSettings):
     """MoICE's router."""
 
     router: Path | None = None
-    """moice: a router that was trained before (default: one is trained, on --text)."""
-    router_steps: int = 7
-    """moice: steps of that training."""
-    router_batch: int = 128
-    """moice: windows of 512 tokens per step."""
+    """A router that was trained before (default: one is trained).
+    It is trained on --text."""
+    router_steps: int = rare(7)
+    """Steps of that training."""
+    router_batch: int = rare(128)
+    """Windows of 512 tokens per step of that training."""
 
 
 @dataclass(frozen=True)
 class CompareSettings(Settings):
     """What to compare, on what."""
 
-    run: ResumableRunSettings = ResumableRunSettings(output_path=Path("runs/compare"))
     task: TaskSettings = TaskSettings()
     methods: MethodsSettings = MethodsSettings()
     factors: FactorsSettings = FactorsSettings()
-    router: RouterSettings = RouterSettings()
+    router: RouterSettings = when(RouterSettings(), methods=("all", "moice"))
     questions: HeldOutQuestionSettings = HeldOutQuestionSettings(limit=50, test_limit=200)
+    run: ResumableRunSettings = ResumableRunSettings(output_path=Path("runs/compare"))
     devices: DeviceSettings = DeviceSettings()

@@ -12,11 +12,13 @@ class ChecksSettings(Settings):
     """The checks."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """auto: bfloat16 on a GPU, float32 on a CPU."""
+    """float32, bfloat16, float16, or auto (by the device).
+    auto: bfloat16 on a GPU, float32 on a CPU."""
     num_tokens: int = 400
     """Tokens of the text that the checks run on."""
     compare_with_transformers: bool = False
-    """Compare logits and greedy ids with transformers (torch, float32, CPU)."""
+    """Compare logits and greedy ids with transformers.
+    On torch, in float32, on the CPU."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from lpes_jax.settings.groups import (
     SeededRunSettings,
     TaskSettings,
 )
-from lpes_jax.settings.tree import Settings
+from lpes_jax.settings.tree import Settings, rare, when
 
 
 @dataclass(frozen=True)
@@ -28,22 +28,23 @@ class MeasuredQuestionSettings(QuestionSettings):
     """The questions, and how answers are measured."""
 
     split: Split = "test"
-    """test: never overlaps what a search uses; all: every row of a file."""
-    slots: tuple[int, ...] = ()
+    """test, search or all questions.
+    test: never overlaps what a search uses; all: every row of a file."""
+    slots: tuple[int, ...] = rare(())
     """Slots (0-based) instead of positions."""
-    stop: tuple[str, ...] = ()
-    """Texts that end an output, besides the model's own end and the task's."""
-    lengths: tuple[int, ...] = ()
-    """needle: tokens of a prompt, for a heat map of depth and length."""
+    stop: tuple[str, ...] = rare(())
+    """Texts that end an output, besides the model's end and the task's."""
+    lengths: tuple[int, ...] = when((), task="needle")
+    """Tokens of a prompt, for a heat map of depth and length."""
 
 
 @dataclass(frozen=True)
 class EvaluateSettings(Settings):
     """What to measure."""
 
-    run: SeededRunSettings = SeededRunSettings(output_path=Path("runs/evaluate"))
     task: TaskSettings = TaskSettings()
     factors: MeasuredFactorsSettings = MeasuredFactorsSettings()
     questions: MeasuredQuestionSettings = MeasuredQuestionSettings()
     prompt: PromptSettings = PromptSettings()
+    run: SeededRunSettings = SeededRunSettings(output_path=Path("runs/evaluate"))
     devices: MeshSettings = MeshSettings()

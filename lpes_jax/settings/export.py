@@ -13,18 +13,20 @@ class FilesSettings(Settings):
     """The files that are written."""
 
     to: Literal["hf", "hf-hook", "gguf"] = "hf"
-    """hf: a folder that holds its factors. hf-hook: the model as it is, and a torch module that puts them in. gguf: a copy of
-    a .gguf file that holds them."""
+    """hf, hf-hook or gguf.
+    hf: a folder that holds its factors. hf-hook: the model as it is, and a torch module that puts them in. gguf: a copy of a
+    .gguf file that holds them."""
     copy: bool = False
     """Copy the weights instead of linking to them."""
     no_self_test: bool = False
-    """Record no logits: for models that do not fit into memory as float32."""
+    """Record no logits.
+    For models that do not fit into memory as float32."""
 
 
 @dataclass(frozen=True)
 class ExportSettings(Settings):
     """What to write, and where."""
 
-    run: RunSettings = RunSettings(output_path=Path("runs/export"))
     factors: FactorsSettings = FactorsSettings()
     files: FilesSettings = FilesSettings()
+    run: RunSettings = RunSettings(output_path=Path("runs/export"))

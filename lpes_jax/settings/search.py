@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lpes_jax.choices import Curve, FitnessName, Granularity, Learn, Parameter
+from lpes_jax.choices import EVOSAX, INDIVIDUALS, RANDOM, Curve, FitnessName, Granularity, Learn, Parameter
 from lpes_jax.errors import UserError
 from lpes_jax.settings.groups import (
     HeldOutQuestionSettings,
@@ -21,7 +21,7 @@ from lpes_jax.settings.groups import (
     TaskSettings,
     TextFileSettings,
 )
-from lpes_jax.settings.tree import Settings
+from lpes_jax.settings.tree import Settings, rare, when
 
 DEFAULT_WINDOW = 512  # of --text-window; a model whose window is shorter has windows of its own length
 PRESETS: dict[str, dict[str, Any]] = {
@@ -84,19 +84,23 @@ APPENDIX_C: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class ObjectiveSettings(Settings):
-    """The fitness of factors, and what LPES has to beat."""
+    """The fitness of factors."""
 
-    fitness: FitnessName = "accuracy"
-    """accuracy: the greedy output begins with the gold answer (or the likeliest option is right), weighted by position;
+    fitness: FitnessName = when("accuracy", algorithm=INDIVIDUALS)
+    """accuracy, log_likelihood or metric.
+    accuracy: the greedy output begins with the gold answer (or the likeliest option is right), weighted by position;
     log_likelihood: of the gold answer; metric: the task's own, of generated text."""
-    tie_break: bool = True
+    tie_break: bool = rare(True)
     """Break ties of accuracy by the answers' likelihood."""
     search_positions: tuple[int, ...] = (0, 50, 100)
-    """Positions at which each search question is asked, in percent: begin, middle, end."""
+    """Positions that the search asks at, in percent.
+    Each search question is asked at all of them."""
     weights: tuple[float, ...] = (0.2, 0.3, 0.5)
-    """Weights of these positions in the fitness; they sum to 1."""
-    uniform_candidates: int = 16
-    """Values tried for one uniform factor within the bounds (and within 0.5 to 2), the control that LPES has to beat."""
+    """Weights of these positions; they sum to 1.
+    In the fitness."""
+    uniform_candidates: int = rare(16)
+    """Values tried for one uniform factor, which LPES has to beat.
+    The control: within the bounds, and within 0.5 to 2."""
 
 
 @dataclass(frozen=True)
@@ -104,39 +108,42 @@ class SpaceSettings(Settings):
     """The search space."""
 
     curve: Curve = "bezier"
-    """How control points give the layers' factors; free: one point per layer; shared: one per dimension of a head, for all
-    layers (LongRoPE); authors: the map of the paper's released code."""
+    """bezier, linear, step, free, shared or authors.
+    How control points give the layers' factors. free: one point per layer; shared: one per dimension of a head, for all layers
+    (LongRoPE); authors: the map of the paper's released code."""
     granularity: Granularity = "layer"
-    """What has factors of its own: a layer, or in each layer its frequency bands, its KV groups, or the bands of its groups."""
-    bands: int = 8
-    """Bands of equal width that a head's frequencies are divided into, with layer_band and layer_group_band; 0: one for each
-    frequency."""
-    control_points: int | None = None
+    """layer, layer_band, layer_group or layer_group_band.
+    What has a factor of its own: a layer, or in each layer its frequency bands, its KV groups, or the bands of its groups."""
+    bands: int = when(8, granularity=("layer_band", "layer_group_band"))
+    """Bands of frequencies with a factor each; 0: every frequency.
+    Of equal width, with layer_band and layer_group_band."""
+    control_points: int | None = when(None, curve=("bezier", "linear", "step", "authors"))
     """Control points of the curve (default 4; free: one per layer)."""
     learn: Learn = "factors"
-    """What is searched: factors of the frequencies, gains (which multiply each frequency's part of q . k, with the same curve
-    and granularity), or both."""
-    parameter: Parameter = "factor"
-    """What the numbers of frequencies are: factor; multiplier, which is 1 / factor, so that --min-factor, --max-factor and
-    --initial-factor are multipliers, and 0 stops a frequency; log: factors and gains whose logarithms Adam moves
-    (--algorithm gradient)."""
+    """factors (of frequencies), gains, or both.
+    Gains multiply each frequency's part of q . k, with the same curve and granularity."""
+    parameter: Parameter = rare("factor")
+    """What the numbers of frequencies are: factor, multiplier or log.
+    multiplier is 1 / factor, so that --min-factor, --max-factor and --initial-factor are multipliers, and 0 stops a frequency;
+    log: factors and gains whose logarithms Adam moves (--algorithm gradient)."""
     layers: str = ":"
-    """Layers that the curve scales, as a slice: `2:` leaves the first two as they are, as the authors' released code does."""
-    min_factor: float = 0.5
+    """Layers that are scaled, as a slice: 2: leaves two alone.
+    The authors' released code leaves the first two as they are."""
+    min_factor: float = when(0.5, learn=("factors", "both"))
     """Lowest factor."""
-    max_factor: float = 2.0
+    max_factor: float = when(2.0, learn=("factors", "both"))
     """Highest factor."""
-    initial_factor: float = 1.0
-    """Factor of every control point of the first individual (Eq. 8)."""
-    min_gain: float = 0.2
+    initial_factor: float = when(1.0, learn=("factors", "both"))
+    """Factor of the first individual's control points (Eq. 8)."""
+    min_gain: float = when(0.2, learn=("gains", "both"))
     """Lowest gain."""
-    max_gain: float = 4.0
+    max_gain: float = when(4.0, learn=("gains", "both"))
     """Highest gain."""
-    initial_gain: float = 1.0
-    """Gain of every control point of the first individual."""
-    x_step: float = 1.0
+    initial_gain: float = when(1.0, learn=("gains", "both"))
+    """Gain of the first individual's control points."""
+    x_step: float = rare(1.0)
     """Lattice of the control points' x, in layers; 0: continuous."""
-    y_step: float = 0.05
+    y_step: float = rare(0.05)
     """Lattice of the control points' y (and gains); 0: continuous."""
 
 
@@ -144,68 +151,82 @@ class SpaceSettings(Settings):
 class StartSettings(OtherModelSettings):
     """The start, where it is what another search found."""
 
-    initial_factors: Path | None = None
-    """factors.json of another search to start from, in place of --initial-factor."""
+    initial_factors: Path | None = rare(None)
+    """factors.json of another search to start from.
+    In place of --initial-factor."""
 
 
 @dataclass(frozen=True)
 class GeneticSettings(Settings):
-    """The genetic algorithm (Table 12); sizes and budget of every algorithm that has individuals."""
+    """The algorithm and its budget.
+
+    The genetic algorithm (Table 12), and the sizes of every algorithm that has individuals.
+    """
 
     population_size: int = 32
     """Individuals of generation 0 (N_ps)."""
-    parents: int = 12
+    parents: int = when(12, algorithm="ga")
     """Individuals that breed (N_pa)."""
-    mutations: int = 16
+    mutations: int = when(16, algorithm="ga")
     """Mutants per generation (N_mu)."""
-    crossovers: int = 4
-    """Offspring per generation by crossover (N_cr); both children of each pair are scored."""
-    crossover_tries: int = 4
+    crossovers: int = when(4, algorithm="ga")
+    """Offspring per generation by crossover (N_cr).
+    Both children of each pair are scored."""
+    crossover_tries: int = rare(4)
     """Tries for two valid children (N_ct)."""
-    max_change_x: float = 2.0
+    max_change_x: float = rare(2.0)
     """Largest change of x in a mutation, in layers (M_x)."""
-    max_change_y: float = 0.2
+    max_change_y: float = rare(0.2)
     """Largest change of y (and of a gain) in a mutation (M_y)."""
-    mutation_rate: float = 1.0
+    mutation_rate: float = rare(1.0)
     """Probability that a mutation moves a control point."""
-    generations: int = 20
+    generations: int = when(20, algorithm="ga")
     """Generations after the first (T)."""
-    max_evaluations: int | None = None
-    """End after this many individuals were scored by the model, whatever --generations says (default of all but ga: what the
-    GA with these settings makes)."""
-    race: bool = False
-    """Drop individuals that cannot catch up on a part of the search questions (racing.py); each counts as one evaluation."""
+    max_evaluations: int | None = when(None, algorithm=(RANDOM, *EVOSAX))
+    """End after this many individuals were scored by the model.
+    Whatever --generations says. Default of all but ga: what the GA with these settings makes."""
+    race: bool = rare(False)
+    """Drop individuals that cannot catch up on a part of the questions.
+    Of the search questions (racing.py); each individual counts as one evaluation."""
 
 
 @dataclass(frozen=True)
 class GradientSettings(Settings):
-    """Gradient descent. `--learning-rate` is in units of the parameters: Adam's steps are about as large."""
+    """The algorithm, gradient descent.
+
+    `--learning-rate` is in units of the parameters: Adam's steps are about as large.
+    """
 
     steps: int = 200
     """Steps of Adam."""
     learning_rate: float = 0.03
-    """Learning rate at the start."""
+    """Learning rate at the start, in units of the parameters."""
     schedule: Literal["cosine", "constant"] = "cosine"
-    """The learning rate falls to 0 along a cosine, or stays."""
-    weights_in: Literal["loss", "sampling"] = "loss"
-    """--weights multiply the positions' losses, or set how often prompts of a position are drawn."""
+    """cosine (the learning rate falls to 0) or constant."""
+    weights_in: Literal["loss", "sampling"] = rare("loss")
+    """loss or sampling: where --weights count.
+    They multiply the positions' losses, or set how often prompts of a position are drawn."""
     minibatch_size: int = 24
-    """Prompts per step (of each task and length; about this many where prompts share a prefix)."""
+    """Prompts per step.
+    Of each task and length; about this many where prompts share a prefix."""
     validation_share: float = 0.25
-    """Share of the search questions that is held back to choose the best step."""
+    """Share of the search questions that chooses the best step.
+    It is held back."""
     look_every: int = 10
     """Steps between two measurements on the held-back questions."""
     patience: int = 0
     """End after this many measurements without a new best; 0: never."""
-    move_x: bool = False
+    move_x: bool = rare(False)
     """Move the control points' x as well."""
-    box: Literal["clip", "sigmoid"] = "clip"
-    """How factors stay within the bounds: clipped after each step, or as a sigmoid of what Adam moves."""
-    stay_close: float = 0.0
-    """Weight of the mean squared distance of the factors, and of the gains, from 1."""
-    prune: float = 0.0
-    """Limits how many numbers differ from 1 (--curve free or shared). In the first half of the steps each is drawn to 1 by this
-    share of --learning-rate per step; what is within one such rate of 1 then stays 1, and the rest is fitted on."""
+    box: Literal["clip", "sigmoid"] = rare("clip")
+    """How factors stay within the bounds: clip or sigmoid.
+    clip: after each step; sigmoid: of what Adam moves."""
+    stay_close: float = rare(0.0)
+    """Weight of the mean squared distance of factors and gains from 1."""
+    prune: float = rare(0.0)
+    """Share of --learning-rate that draws numbers to 1 in each step.
+    Limits how many differ from 1 (--curve free or shared). In the first half of the steps each is drawn to 1 by this share per
+    step; what is within one such rate of 1 then stays 1, and the rest is fitted on."""
 
 
 @dataclass(frozen=True)
@@ -213,25 +234,28 @@ class TextSettings(TextFileSettings):
     """Plain text that gradient descent must not make less likely."""
 
     text_weight: float = 0.0
-    """Weight of the plain text's loss in nats per token, beside the answers' in nats per answer."""
+    """Weight of the text's loss beside the answers'.
+    Nats per token, and nats per answer."""
     text_objective: Literal["nll", "kl"] = "nll"
-    """Loss of plain text: nll, -log p of its tokens; kl, the KL divergence from the model as it is."""
-    text_minibatch: int = 4
+    """The text's loss: nll, or kl: divergence from the model as it is.
+    nll: -log p of its tokens; kl: the KL divergence."""
+    text_minibatch: int = rare(4)
     """Windows of text per step."""
     text_window: int | tuple[int, ...] = DEFAULT_WINDOW
-    """Tokens of a window of text, up to the model's window; several (512 2048 8192): windows of all these lengths, whose losses
-    count alike, and which share the tokens that --text-minibatch windows of the longest have."""
+    """Tokens of a window of text; or several lengths.
+    Up to the model's window; several (512 2048 8192): windows of all these lengths, whose losses count alike, and which share
+    the tokens that --text-minibatch windows of the longest have."""
     max_text_loss_rise: float | None = None
-    """Maximum allowed rise of held-back text loss above the start's (nats per token); with several --text-window, in any
-    quarter of the longest."""
+    """Maximum rise of held-back text loss above the start's.
+    In nats per token; with several --text-window, in any quarter of the longest."""
 
 
 @dataclass(frozen=True)
 class SearchDeviceSettings(MeshSettings):
     """Devices and memory."""
 
-    population_chunk: int | None = None
-    """Individuals per forward pass and device (default: chosen from the memory)."""
+    population_chunk: int | None = rare(None)
+    """Individuals per forward pass and device (default: by memory)."""
 
 
 @dataclass(frozen=True)
@@ -239,28 +263,29 @@ class SearchRunSettings(ResumableRunSettings):
     """The model, the preset, the folder of the run, and the seed."""
 
     preset: Literal["paper", "default", "quick", "best"] = "default"
-    """Values of the flags that are not given. paper: the paper's settings to the letter (with --algorithm gradient those of
-    Appendix C); default: the same GA with what works better; quick: minutes on two cores; best: by gradient, a factor for
-    each frequency of each layer."""
+    """default, paper, quick or best: values of flags not given.
+    paper: the paper's settings to the letter (with --algorithm gradient those of Appendix C); default: the same GA with what
+    works better; quick: minutes on two cores; best: by gradient, a factor for each frequency of each layer."""
 
 
 @dataclass(frozen=True)
 class SearchSettings(Settings):
     """What to search, on what, and how."""
 
-    run: SearchRunSettings = SearchRunSettings(output_path=Path("runs/search"))
-    algorithm: str = "ga"
-    """ga: the paper's genetic algorithm; gradient: Adam on the log-likelihood of the answers; random, or one of evosax's:
-    cma_es, differential_evolution, pso, open_es, ..."""
     task: TaskSettings = TaskSettings()
+    algorithm: str = "ga"
+    """ga (genetic), gradient, random, or evosax's: cma_es, pso, ...
+    ga: the paper's genetic algorithm; gradient: Adam on the log-likelihood of the answers; random: points that are uniform in
+    the box; evosax's: cma_es, differential_evolution, pso, open_es, ..."""
+    ga: GeneticSettings = when(GeneticSettings(), algorithm=INDIVIDUALS)
+    gradient: GradientSettings = when(GradientSettings(), algorithm="gradient")
+    text: TextSettings = when(TextSettings(), algorithm="gradient")
     questions: HeldOutQuestionSettings = HeldOutQuestionSettings(limit=200)
-    prompt: PromptSettings = PromptSettings()
     objective: ObjectiveSettings = ObjectiveSettings()
     space: SpaceSettings = SpaceSettings()
     start: StartSettings = StartSettings()
-    ga: GeneticSettings = GeneticSettings()
-    gradient: GradientSettings = GradientSettings()
-    text: TextSettings = TextSettings()
+    prompt: PromptSettings = PromptSettings()
+    run: SearchRunSettings = SearchRunSettings(output_path=Path("runs/search"))
     devices: SearchDeviceSettings = SearchDeviceSettings()
 
     @classmethod
@@ -272,6 +297,14 @@ class SearchSettings(Settings):
         mixture = flags.get("mixture") is not None
         given = preset_values(flags.get("preset", "default"), flags.get("algorithm", "ga"), mixture=mixture)
         return cls().replace(**given | flags)
+
+    def defaults_with(self, given: Any) -> "SearchSettings":
+        """These defaults with the values of the preset of `given`, for its algorithm, and none of tasks with its mixture."""
+        return self.replace(**preset_values(given.run.preset, given.algorithm, mixture=given.task.mixture is not None))
+
+    def chosen(self) -> dict[str, Any]:
+        """A mixture replaces all other flags of tasks."""
+        return self.flat() | ({} if self.task.mixture is None else {"task": ()})
 
 
 def preset(name: str, **changes: Any) -> SearchSettings:

@@ -1,9 +1,30 @@
-"""Trees of flags: each flag is found by its name alone, whichever group it is in."""
+"""Trees of flags: each flag is found by its name alone, whichever group it is in.
+
+What the short `--help` shows of a flag is said where the flag is defined (`lpes_jax.help` reads it):
+
+    limit: int = 500                                  # always shown
+    num_pairs: int | None = when(None, task="kv")     # shown with --task kv
+    crossover_tries: int = rare(4)                    # shown by --help-all alone
+
+The first line of the text below a flag is what `--help` shows, a sentence of its own; `--help-all` shows all of it.
+"""
 
 import dataclasses
 from typing import Any, TypeVar
 
 Tree = TypeVar("Tree", bound="Settings")
+WHEN, RARE = "when", "rare"  # in the metadata of a field
+
+
+def when(default: Any, **flags: str | tuple[str, ...]) -> Any:
+    """A flag, or a group of them, that `--help` shows where each of `flags` has the value, or one of the values, given here."""
+    values = {name: (value,) if isinstance(value, str) else value for name, value in flags.items()}
+    return dataclasses.field(default=default, metadata={WHEN: values})
+
+
+def rare(default: Any) -> Any:
+    """A flag, or a group of them, that `--help-all` alone shows."""
+    return dataclasses.field(default=default, metadata={RARE: True})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,3 +56,11 @@ class Settings:
             value = getattr(self, field.name)
             found |= value.flat() if isinstance(value, Settings) else {field.name: value}
         return found
+
+    def defaults_with(self: Tree, given: Any) -> Tree:
+        """These defaults with what the flags of `given` choose as others: of a search, its preset."""
+        return self
+
+    def chosen(self) -> dict[str, Any]:
+        """The flags by whose values `--help` decides what it shows."""
+        return self.flat()

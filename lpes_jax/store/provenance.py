@@ -1,6 +1,5 @@
 """Where a result comes from: versions, devices, XLA's flags, commit, hashes of the input. Also: does a resumed run match?"""
 
-import hashlib
 import os
 import subprocess
 import sys
@@ -44,21 +43,6 @@ def check_deterministic(asked: bool) -> None:
     """Raise UserError if `--deterministic` is given but it is too late to set it."""
     if asked and not is_deterministic():
         raise UserError(f"--deterministic: JAX is running already; set XLA_FLAGS={DETERMINISTIC} before Python starts")
-
-
-def content_sha256(path: Path, flag: str = "") -> str:
-    """A hash of a file, or of a folder's files with their names. Raises UserError, beginning with `flag`, if unreadable."""
-    digest = hashlib.sha256()
-    try:
-        for file in sorted(found for found in path.rglob("*") if found.is_file()) if path.is_dir() else [path]:
-            with file.open("rb") as contents:
-                inside = hashlib.file_digest(contents, "sha256")
-            if not path.is_dir():
-                return inside.hexdigest()
-            digest.update(f"{file.relative_to(path).as_posix()} {inside.hexdigest()}\n".encode())
-    except OSError as error:
-        raise UserError(f"{flag}{path}: cannot be read ({error.strerror})") from error
-    return digest.hexdigest()
 
 
 def check_resumed(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:

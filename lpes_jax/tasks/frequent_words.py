@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from scipy.special import zeta
 
 from lpes_jax.choices import Placing
 from lpes_jax.errors import UserError
@@ -124,10 +123,10 @@ class FrequentWords(Recall):
     def _counts(self, words: int | None = None) -> np.ndarray:
         """How often the word of each rank occurs in a text; `words` None: for all ranks that occur."""
         rank = np.arange(1, (words or self._num_ranks()) + 1)
-        return (self.num_words * (rank**-self.alpha) / zeta(self.alpha)).astype(int)
+        return (self.num_words * (rank**-self.alpha) / _zeta(self.alpha)).astype(int)
 
     def _num_ranks(self) -> int:
-        return max(4, int((self.num_words / zeta(self.alpha)) ** (1 / self.alpha)))
+        return max(4, int((self.num_words / _zeta(self.alpha)) ** (1 / self.alpha)))
 
     def _generate(self, split: Split, index: int, seed: int) -> Example:
         # See key_value.py: string seeds and getrandbits give the same values on every platform.
@@ -138,3 +137,10 @@ class FrequentWords(Recall):
             if word not in words and (len(words) > 1 or split in ("all", split_of(word))):
                 words.append(word)
         return Example(tuple(words), rng.getrandbits(32))
+
+
+def _zeta(alpha: float) -> float:
+    """Riemann's zeta function."""
+    from scipy.special import zeta  # here, as importing it takes longer than all tasks together
+
+    return float(zeta(alpha))

@@ -13,16 +13,14 @@ A form does not include the BOS, which the tokenizer adds. A template's own BOS 
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
-from lpes_jax.choices import PromptForm
 from lpes_jax.errors import UserError
 from lpes_jax.models.llama import templates
+from lpes_jax.settings.groups import PROMPT_FORMS, check_chat
 
 if TYPE_CHECKING:
     import transformers
-
-PROMPT_FORMS: tuple[str, ...] = get_args(PromptForm)
 
 # The default date of Llama 3's templates, for templates that ask for a date and for those that take one.
 _TODAY = "26 Jul 2024"
@@ -66,16 +64,6 @@ class Chat:
 
     render: Callable[[str], str]
     record: dict[str, Any]
-
-
-def check_chat(*, apply_chat_template: bool, prompt_form: str | None, system_prompt: str | None) -> None:
-    """Raise UserError for flags that contradict each other; needs no model."""
-    if apply_chat_template and prompt_form is not None:
-        raise UserError("--apply-chat-template and --prompt-form are two ways to wrap a prompt; give one of them")
-    if system_prompt is not None and not (apply_chat_template or prompt_form is not None):
-        raise UserError("--system-prompt needs --apply-chat-template or --prompt-form")
-    if prompt_form is not None and prompt_form not in PROMPT_FORMS:
-        raise UserError(f"--prompt-form {prompt_form!r} is not known; the forms are: {', '.join(PROMPT_FORMS)}")
 
 
 def make_chat(

@@ -59,6 +59,22 @@ def resolve(name_or_path: str, revision: str | None = None, *, weights: bool = T
     """
     if name_or_path in names():
         return _zoo_model(name_or_path, revision, weights=weights)
+    path = _on_disk(name_or_path)
+    if path is None:
+        return _from_hub(name_or_path, f"{name_or_path!r} is no folder here", revision, weights=weights)
+    if weights:
+        _check_no_revision(f"{path} is a local {'folder' if path.is_dir() else 'file'}", revision)
+    return path
+
+
+def check_name(name_or_path: str) -> None:
+    """Raise UserError for what `resolve` refuses without a download."""
+    if name_or_path not in names():
+        _on_disk(name_or_path)
+
+
+def _on_disk(name_or_path: str) -> Path | None:
+    """The folder or .gguf file of a path; None for what may be a hub id. Raises UserError for anything else."""
     if not name_or_path:
         raise UserError("--model: give a name, a folder, a .gguf file or a hub id, not an empty text")
     try:
@@ -67,13 +83,11 @@ def resolve(name_or_path: str, revision: str | None = None, *, weights: bool = T
         raise UserError(f"no model {name_or_path!r:.60}: {error}") from error
     check_path("model ", path)
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
-        if weights:
-            _check_no_revision(f"{path} is a local {'folder' if path.is_dir() else 'file'}", revision)
         return path
     if os.path.exists(path):
         raise UserError(f"{path}: neither a model folder nor a .gguf file")
     if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name_or_path) and path.suffix != ".gguf":
-        return _from_hub(name_or_path, f"{name_or_path!r} is no folder here", revision, weights=weights)
+        return None
     raise UserError(
         f"no model {name_or_path!r}: no such folder or .gguf file, and no zoo model ({', '.join(names())}) or hub id (org/name)"
     )

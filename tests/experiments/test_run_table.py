@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lpes_jax.errors import UserError
-from lpes_jax.search.settings import check
+from lpes_jax.search.checks import check
 from lpes_jax.search.strategies import NAMES
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,7 +11,7 @@ from lpes_jax.errors import UserError
 from lpes_jax.evaluate import EvaluateSettings, run_evaluation
 from lpes_jax.models.llama.chat import PROMPT_FORMS, check_chat, make_chat
 from lpes_jax.models.llama.checkpoint import save_llama
-from lpes_jax.search.settings import check
+from lpes_jax.search.checks import check
 from lpes_jax.settings.search import SearchSettings
 from lpes_jax.tasks.chat import ChatTask
 from lpes_jax.tasks.key_value import KeyValue

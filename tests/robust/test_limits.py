@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lpes_jax import cli, compare, evaluate, hosts
+from lpes_jax import cli, compare, evaluate
 from lpes_jax.compare import CompareSettings
 from lpes_jax.errors import UserError
 from lpes_jax.evaluate import EvaluateSettings
 from lpes_jax.limits import BOUNDS, check_bounds, check_path, flag_of, numbers_of
 from lpes_jax.models.zoo import resolve
+from lpes_jax.search.checks import check
 from lpes_jax.search.lattice import Lattice, max_changes
-from lpes_jax.search.settings import check
-from lpes_jax.settings.groups import HostSettings, TaskSettings
+from lpes_jax.settings.groups import HostSettings, TaskSettings, check_hosts
 from lpes_jax.settings.search import PRESETS, SearchSettings, preset
 from lpes_jax.tasks import CLASSES
 from lpes_jax.tasks.flags import task_of
@@ -242,9 +242,9 @@ def test_random_numbers_pass_each_check_or_are_refused_in_one_line(data):
             [
                 (SearchSettings(), check),
                 (SearchSettings.of(algorithm="gradient"), check),
-                (EvaluateSettings(), evaluate._check),
-                (CompareSettings(), compare._names),
-                (HostSettings("localhost:9", 2, 1), hosts.check),
+                (EvaluateSettings(), evaluate.check),
+                (CompareSettings(), compare.check),
+                (HostSettings("localhost:9", 2, 1), check_hosts),
                 (
                     SearchSettings(),
                     lambda settings: max_changes(settings.ga, Lattice(32, settings.space.control_points or 4, settings.space)),

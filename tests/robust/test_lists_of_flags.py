@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lpes_jax as lj
-from lpes_jax import compare
 from lpes_jax.compare import CompareSettings, run_comparison
+from lpes_jax.compare.__main__ import main as compare
 from lpes_jax.errors import UserError
 from lpes_jax.evaluate.__main__ import main as evaluate
 from lpes_jax.evaluation import slots_of
 from lpes_jax.search.__main__ import main as search
-from lpes_jax.search.settings import check, check_weights
+from lpes_jax.search.checks import check, check_weights
 from lpes_jax.settings.search import SearchSettings
 from lpes_jax.tasks.key_value import KeyValue
 from lpes_jax.tasks.prompts import check_once, check_positions
@@ -43,8 +43,8 @@ NO_MODEL = ("--model", "./no/such/model")  # opening it would be another error
         (search, ("--max-factor", "inf"), "--max-factor must be at most .* got inf"),
         (search, ("--text-weight", "nan"), "--text-weight must be a number .* got nan"),
         (search, ("--stay-close", "-1"), "--stay-close must be at least 0, got -1"),
-        (compare.main, ("--positions", "75", "75"), "--positions 75 75: 75 is repeated"),
-        (compare.main, ("--metrics", "prefix", "prefix"), "--metrics prefix prefix: prefix is repeated"),
+        (compare, ("--positions", "75", "75"), "--positions 75 75: 75 is repeated"),
+        (compare, ("--metrics", "prefix", "prefix"), "--metrics prefix prefix: prefix is repeated"),
     ],
 )  # fmt: skip
 def test_verbs_refuse_them_in_one_line(verb, flags, message, tmp_path, capsys):

@@ -21,8 +21,9 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import lpes_jax as lj
-from lpes_jax import compare, export
+from lpes_jax.compare.__main__ import main as compare
 from lpes_jax.evaluate.__main__ import main as evaluate
+from lpes_jax.export.__main__ import main as export
 from lpes_jax.factors import LayerFactors
 from lpes_jax.methods.tables import lpes
 from lpes_jax.models import zoo
@@ -306,8 +307,8 @@ DIFFERS = {
 }
 VERBS: dict[str, tuple[Callable[..., int], tuple[str, ...]]] = {
     "evaluate": (evaluate, (*SMALL, "--metrics", "prefix", "--factors")),
-    "compare": (compare.main, (*SMALL, "--test-limit", "2", "--methods", "lpes", "--factors")),
-    "export": (export.main, ("--no-self-test", "--factors")),
+    "compare": (compare, (*SMALL, "--test-limit", "2", "--methods", "lpes", "--factors")),
+    "export": (export, ("--no-self-test", "--factors")),
     "search": (search, (*SMALL, "--test-limit", "1", "--curve", "free", "--initial-factors")),
 }
 
@@ -452,7 +453,7 @@ def test_the_hook_in_torch(folders, factors_file, tmp_path):
         apply_layer_factors(own, json.loads(factors_file.read_text()) | {"applies_to": "x"})
     # A folder exported for another model works there; its factors do not go with a third one.
     flags = ["--model", str(folders["rope"]), "--factors", str(factors_file), "--output-path", str(tmp_path / "out")]
-    assert export.main([*flags, "--other-model", "--no-self-test", "--to", "hf-hook"]) == 0
+    assert export([*flags, "--other-model", "--no-self-test", "--to", "hf-hook"]) == 0
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     apply_layer_factors(exported).close()
     record = json.loads((tmp_path / "out/config.json").read_text())["lpes_factors"]

@@ -16,11 +16,12 @@ from lpes_jax.factors import LayerFactors
 from lpes_jax.rope import RopeTable
 from lpes_jax.search.__main__ import main
 from lpes_jax.search.algorithms import box_parameters, factors_applied
+from lpes_jax.search.checks import check
 from lpes_jax.search.genetic import PaperGA, is_valid
 from lpes_jax.search.gradient import answer_loss, descend
 from lpes_jax.search.lattice import Lattice
 from lpes_jax.search.minibatches import Data, pack
-from lpes_jax.search.settings import check, lattice_of, search_space
+from lpes_jax.search.settings import lattice_of, search_space
 from lpes_jax.search.space import Numbers
 from lpes_jax.settings.search import GradientSettings, SearchSettings, SpaceSettings, TextSettings
 from lpes_jax.tasks.prompts import EncodedPrompt

@@ -18,11 +18,12 @@ from lpes_jax.factors import LayerFactors
 from lpes_jax.models.llama import Llama
 from lpes_jax.rope import RopeTable
 from lpes_jax.search.algorithms import between_families, box_parameters, factors_applied
+from lpes_jax.search.checks import check
 from lpes_jax.search.gradient import answer_loss, descend, initial_state, text_loss
 from lpes_jax.search.loop import SearchResult, search
 from lpes_jax.search.minibatches import Data, pack, prompts_of_a_tree, shared_trees
 from lpes_jax.search.plain_text import text_windows
-from lpes_jax.search.settings import check, lattice_of, search_space
+from lpes_jax.search.settings import lattice_of, search_space
 from lpes_jax.search.space import Space
 from lpes_jax.settings.search import GradientSettings, SearchSettings, TextSettings, preset
 from lpes_jax.store.run_folder import RunFolder

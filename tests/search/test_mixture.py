@@ -16,10 +16,10 @@ from lpes_jax.models.llama import Llama
 from lpes_jax.scoring import Scorer
 from lpes_jax.search import run_search
 from lpes_jax.search.algorithms import shortest_gold
+from lpes_jax.search.checks import check
 from lpes_jax.search.loop import SearchResult, search
 from lpes_jax.search.minibatches import by_length
 from lpes_jax.search.mixture import Mixture, mixture_of
-from lpes_jax.search.settings import check
 from lpes_jax.settings.groups import TaskSettings
 from lpes_jax.settings.search import SearchSettings, preset
 from lpes_jax.tasks.flags import task_of, tasks_of, title_of

@@ -8,10 +8,10 @@ import pytest
 from lpes_jax.errors import UserError
 from lpes_jax.scoring import Scorer, Scores
 from lpes_jax.search import loop, racing
+from lpes_jax.search.checks import check
 from lpes_jax.search.fitness import make_scorer
 from lpes_jax.search.loop import search
 from lpes_jax.search.racing import Bar, StagedScorer, eighths, estimates, hopeless, race, units_of
-from lpes_jax.search.settings import check
 from lpes_jax.settings.search import SearchSettings, preset
 from lpes_jax.tasks.flags import task_of
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lpes_jax.compare import main as compare
+from lpes_jax.compare.__main__ import main as compare
 from lpes_jax.evaluate.__main__ import main as evaluate
 from lpes_jax.search.__main__ import main as search
 from lpes_jax.tasks import make_task

@@ -1,20 +1,8 @@
-"""What was understood of a model, and checks that it runs right on this machine.
-
-Examples:
-  python -m lpes_jax.doctor --model tiny-retriever
-      the bundled model
-  python -m lpes_jax.doctor --model DIR --dtype bfloat16
-      a folder in Hugging Face layout, in the dtype that it will be served in
-  python -m lpes_jax.doctor --model model.gguf --compare-with-transformers
-      logits and greedy ids against transformers on torch, float32 on the CPU (pip install torch)
-
-Exit code 0 if every check passes, 1 if one fails, 2 if the model cannot be loaded or its logits are not finite.
-"""
+"""The verb doctor: what the loader made of a model's files, and checks of the model on this machine."""
 
 import shutil
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +15,8 @@ from jaxtyping import Float
 
 from lpes_jax import compilation, process
 from lpes_jax.api import logits
-from lpes_jax.cli import run_verb
-from lpes_jax.errors import UserError
+from lpes_jax.doctor.checks import check as check_flags
 from lpes_jax.finite import NotFinite
-from lpes_jax.limits import check_bounds
 from lpes_jax.models.llama import Loaded, load
 from lpes_jax.models.llama.attention import runs_on_cudnn
 from lpes_jax.models.llama.checkpoint import Checkpoint, open_checkpoint, save_llama
@@ -67,9 +53,7 @@ def run_doctor(settings: DoctorSettings) -> list[Check]:
     Raises UserError where the model cannot be loaded, where its logits are not finite (no other check says anything then), and
     where torch is asked for and missing.
     """
-    check_bounds(settings)
-    if settings.checks.compare_with_transformers:
-        _torch()
+    check_flags(settings)
     checkpoint = open_checkpoint(resolve(settings.run.model))
     loaded = load(settings.run.model, settings.checks.dtype)
     show(Grid(f"{settings.run.model}: what was understood", None, list(understood(checkpoint, loaded)), right=False))
@@ -257,7 +241,7 @@ def _same_ids(name: str, tokenizer: Any, texts: list[tuple[str, str]], other: Ca
 
 
 def _transformers_agrees(loaded: Loaded, tokens: list[int], settings: DoctorSettings) -> Iterator[Check]:
-    torch = _torch()
+    import torch
     from transformers import AutoModelForCausalLM
 
     model = loaded.model if loaded.identity["dtype"] == "float32" else load(settings.run.model, "float32").model
@@ -300,29 +284,5 @@ def _agreement(name: str, ours: Float[np.ndarray, "T V"], theirs: Float[np.ndarr
     )
 
 
-def _torch() -> Any:
-    try:
-        import torch
-    except ImportError as error:
-        raise UserError("--compare-with-transformers needs torch: pip install torch") from error
-    return torch
-
-
 def _mib(size: int) -> str:
     return f"{size / 2**20:,.0f} MiB" if size < 2**30 else f"{size / 2**30:,.1f} GiB"
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The verb; returns the exit code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    checks: list[Check] = []
-
-    def run(settings: DoctorSettings) -> None:
-        checks.extend(run_doctor(settings))
-
-    code = run_verb(DoctorSettings(), run, __doc__ or "", arguments, "doctor")
-    return code or int(not all(check.passed for check in checks))
-
-
-if __name__ == "__main__":
-    sys.exit(process.ended(main()))

@@ -1,26 +1,7 @@
-"""Compare LPES with its rivals: accuracy by position, what it costs, and whether a difference is more than chance.
-
-Examples:
-  python -m lpes_jax.compare --num-pairs 36 --key-length 8 --methods baseline uniform ntk_by_base --output-path OUT
-      three methods on the bundled model
-  python -m lpes_jax.compare --model DIR --num-pairs 50 --methods all --factors RUN/factors.json --output-path OUT
-      all, LPES with the factors that a search found
-  python -m lpes_jax.compare --model DIR --task mdqa --data nq-open-oracle.jsonl.gz --distractors random --factors FILE
-      the same on multi-document questions
-
-A method with settings of its own is tuned: of at most --budget settings the one with the best accuracy on --limit search
-questions is measured on --test-limit others, which all methods share. What a method costs is measured in this process, on
-the same prompts: the median of --repeats rounds, in which all methods take turns, and the memory that its program needs
-beside weights and prompts.
-
-OUT gets results.json, results.md, samples.jsonl, the picture positions.{png,svg}, and report.html, a page with all of it.
-A comparison that was cut off goes on with --resume: methods that were tuned and measured are not again. (MoICE's router is
-trained and positional channels are looked for once more; where these come out otherwise, that method is tuned anew.)
-"""
+"""The verb compare: `run_comparison`."""
 
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -30,8 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from lpes_jax import process
-from lpes_jax.cli import run_verb
+from lpes_jax.compare.checks import check
 from lpes_jax.errors import UserError
 from lpes_jax.evaluation import (
     BASELINE,
@@ -45,7 +25,6 @@ from lpes_jax.evaluation import (
 )
 from lpes_jax.factors import LayerFactors
 from lpes_jax.json_files import is_number
-from lpes_jax.limits import check_bounds
 from lpes_jax.methods import Choice, Tuning, attention_buckets, hidden_channel, moice, ms_poe, self_extend, tables
 from lpes_jax.models.llama import Loaded, load
 from lpes_jax.models.llama.method import Method, of_table
@@ -60,15 +39,14 @@ from lpes_jax.scoring import Batch, OptionScorer, Scorer, batch_scores, pack_row
 from lpes_jax.search.plain_text import text_windows
 from lpes_jax.settings.compare import CompareSettings
 from lpes_jax.store import output
+from lpes_jax.store.content import content_sha256
 from lpes_jax.store.files import write_json, write_text
 from lpes_jax.store.parts import Parts
-from lpes_jax.store.provenance import content_sha256, environment
+from lpes_jax.store.provenance import environment
 from lpes_jax.tasks.flags import task_of, title_of
 from lpes_jax.tasks.leaks import count_leaky
 from lpes_jax.tasks.prompts import (
     EncodedPrompt,
-    check_once,
-    check_positions,
     encode,
     fit,
     option_prompts,
@@ -90,7 +68,6 @@ METHODS: dict[str, Callable[[Tuning], list[Choice]]] = {
     "lpes": tables.lpes_choices,
 }
 """What is compared, in the order of the tables, and the settings that are tried of each."""
-NAMES = tuple(METHODS)
 _TIMED_PROMPTS = 8
 
 
@@ -100,7 +77,7 @@ def run_comparison(settings: CompareSettings) -> dict[str, Any]:
     Raises UserError where the settings, the model or the data cannot be used, or a method that was named cannot be had.
     """
     started = time.time()
-    names = _names(settings)
+    names = check(settings)
     output.check(settings.run.output_path, "compare", overwrite=settings.run.overwrite, resume=settings.run.resume)
     task = task_of(settings.task, max_new_tokens=settings.questions.max_new_tokens)
     if settings.task.task == "perplexity":
@@ -226,20 +203,6 @@ def _config(settings: CompareSettings, loaded: Loaded, found: LayerFactors | Non
 def _as_record(settings: CompareSettings) -> dict[str, Any]:
     flags = {name: value for name, value in settings.flat().items() if name not in ("resume", "overwrite")}
     return {name: str(value) if isinstance(value, Path) else value for name, value in flags.items()}
-
-
-def _names(settings: CompareSettings) -> tuple[str, ...]:
-    check_bounds(settings)
-    check_positions(settings.questions.positions)
-    check_once(settings.questions.metrics, "--metrics")
-    named = settings.methods.methods
-    if set(named) == {"all"}:
-        return NAMES
-    if "all" in named:
-        raise UserError(f"--methods {' '.join(named)}: all names every method; give it alone, or leave it out")
-    if unknown := [name for name in named if name not in NAMES]:
-        raise UserError(f"--methods {unknown[0]!r} is not known; the methods are: all, {', '.join(NAMES)}")
-    return tuple(dict.fromkeys((BASELINE, *named)))
 
 
 def _tuning(settings: CompareSettings, loaded: Loaded, found: LayerFactors | None) -> Tuning:
@@ -393,13 +356,3 @@ def _write(
         f"p is against the baseline, over questions; results.md has it after {corrected}, too. "
         f"results: {settings.run.output_path}",
     ]
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The verb; returns the exit code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    return run_verb(CompareSettings(), run_comparison, __doc__ or "", arguments, "compare")
-
-
-if __name__ == "__main__":
-    sys.exit(process.ended(main()))

@@ -1,43 +1,18 @@
-"""Write a model together with its factors as files for other libraries: neither jax nor lpes_jax is needed there.
-
-Examples:
-  python -m lpes_jax.export --factors RUN/factors.json --output-path OUT
-      the bundled model, with the factors that a search found
-  python -m lpes_jax.export --model smollm2-135m-instruct --factors gains-mixture --output-path OUT
-      a GGUF file, with gains of the zoo: its weights are written as float32 safetensors
-  python -m lpes_jax.export --model DIR --factors RUN/factors.json --copy --output-path OUT
-      a folder that can be moved to another machine
-  python -m lpes_jax.export --model model.gguf --factors RUN/factors.json --to gguf --output-path OUT
-      a copy of a .gguf file, for llama.cpp and ollama
-
---to hf: OUT is a model folder in which the factors are a property of the files. Gains are in the query weights, and factors
-that all layers share in a RoPE of type longrope: a folder like any other, for any server. Other factors are in a modeling file,
-which transformers, vLLM and SGLang run with trust_remote_code; without it the folder does not load. `python OUT/self_test.py`
-compares transformers with self_test.json, which has prompts and log-probabilities for other servers too.
-
---to hf-hook: the model as it is, the factors in config.json, and lpes_torch.py, whose apply_layer_factors(model) puts them into
-a loaded model (`python OUT/lpes_torch.py` is its self-test). from_pretrained(OUT) alone gives the model without factors.
-
-Weights that do not change are links, without --copy.
-
-This file checks what is asked, and puts the folder in place, whole or not at all; `lpes_jax.ship` has a module for each form.
-"""
+"""The verb export: `run_export` checks what is asked, and puts the folder in place, whole or not at all."""
 
 import contextlib
 import os
 import shutil
-import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError
 
 from lpes_jax import process
-from lpes_jax.cli import run_verb
 from lpes_jax.errors import UserError
+from lpes_jax.export.checks import check
 from lpes_jax.factors import LayerFactors
-from lpes_jax.limits import check_bounds
 from lpes_jax.models.llama.checkpoint import open_checkpoint
 from lpes_jax.models.llama.tokenizer import load_tokenizer
 from lpes_jax.models.zoo import resolve
@@ -62,15 +37,13 @@ def run_export(settings: ExportSettings) -> Path:
     It appears whole or not at all. Raises UserError where it is not empty, where the factors do not fit the model or are
     another's, and where the model cannot be loaded.
     """
-    check_bounds(settings)
+    given = check(settings)
     target = settings.run.output_path
-    if settings.factors.factors is None:
-        raise UserError("--factors: give the factors.json of a search, or factors of the zoo by name (MODEL/NAME)")
     output.check(target, "export", overwrite=settings.run.overwrite)
     replaces = any((target / name).exists() for name in _TOLD_BY)
     if target.exists() and any(target.iterdir()) and not replaces:
         raise UserError(f"--output-path {target}: exists and is not empty; give another, or remove it")
-    factors = LayerFactors.load(settings.factors.factors)
+    factors = LayerFactors.load(given)
     source = resolve(settings.run.model)
     if replaces and target.resolve() in (source.resolve(), *source.resolve().parents):
         raise UserError(f"--output-path {target} holds the model that is to be exported; give another folder")
@@ -131,13 +104,3 @@ def _temporary(target: Path) -> Iterator[str]:
 
         with process.cleaning(remove):
             yield folder
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The verb; returns the exit code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    return run_verb(ExportSettings(), run_export, __doc__ or "", arguments, "export")
-
-
-if __name__ == "__main__":
-    sys.exit(process.ended(main()))

@@ -1,0 +1,43 @@
+"""Compare LPES with its rivals: accuracy by position, what it costs, and whether a difference is more than chance.
+
+Examples:
+  python -m lpes_jax.compare --num-pairs 36 --key-length 8 --methods baseline uniform ntk_by_base --output-path OUT
+      three methods on the bundled model
+  python -m lpes_jax.compare --model DIR --num-pairs 50 --methods all --factors RUN/factors.json --output-path OUT
+      all, LPES with the factors that a search found
+  python -m lpes_jax.compare --model DIR --task mdqa --data nq-open-oracle.jsonl.gz --distractors random --factors FILE
+      the same on multi-document questions
+
+A method with settings of its own is tuned: of at most --budget settings the one with the best accuracy on --limit search
+questions is measured on --test-limit others, which all methods share. What a method costs is measured in this process, on
+the same prompts: the median of --repeats rounds, in which all methods take turns, and the memory that its program needs
+beside weights and prompts.
+
+OUT gets results.json, results.md, samples.jsonl, the picture positions.{png,svg}, and report.html, a page with all of it.
+A comparison that was cut off goes on with --resume: methods that were tuned and measured are not again. (MoICE's router is
+trained and positional channels are looked for once more; where these come out otherwise, that method is tuned anew.)
+"""
+
+import sys
+from collections.abc import Sequence
+
+from lpes_jax import compare, process
+from lpes_jax.cli import run_verb
+from lpes_jax.settings.compare import CompareSettings
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The verb; returns the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    return run_verb(
+        CompareSettings(),
+        lambda flags: compare.run_comparison(flags),
+        __doc__ or "",
+        arguments,
+        "compare",
+        check=lambda flags: compare.check_inputs(flags),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(process.ended(main()))

@@ -1,0 +1,36 @@
+"""What is refused of an evaluation before its model is opened, and before JAX is imported."""
+
+from lpes_jax.checks import check_examples, check_model_name
+from lpes_jax.errors import UserError
+from lpes_jax.factors import LayerFactors
+from lpes_jax.limits import check_bounds
+from lpes_jax.settings.evaluate import EvaluateSettings
+from lpes_jax.settings.groups import check_chat
+from lpes_jax.tasks.flags import task_of
+from lpes_jax.tasks.prompts import check_once, check_positions, checked_stop
+
+
+def check(settings: EvaluateSettings) -> None:
+    """Raise UserError for flags that cannot be, or contradict each other."""
+    check_bounds(settings)
+    if not settings.questions.slots:
+        check_positions(settings.questions.positions)
+    for name in ("slots", "lengths", "metrics"):
+        check_once(getattr(settings.questions, name), f"--{name}")
+    if settings.factors.only_factors and settings.factors.factors is None:
+        raise UserError("--only-factors needs --factors")
+    if settings.questions.lengths and settings.task.task != "needle":
+        raise UserError("--lengths goes with --task needle; other tasks have items to count (--num-pairs, --num-documents)")
+    checked_stop(settings.questions.stop)
+    check_chat(**settings.prompt.flat())
+
+
+def check_inputs(settings: EvaluateSettings) -> None:
+    """Raise UserError as `check` does, and for a task that cannot be, and for files that are not there or cannot be used."""
+    check(settings)
+    task, questions = task_of(settings.task, max_new_tokens=settings.questions.max_new_tokens), settings.questions
+    if settings.factors.factors is not None:
+        LayerFactors.load(settings.factors.factors)
+    if settings.task.task != "perplexity" and not questions.lengths:
+        check_examples([task], questions.split, settings.run.seed)
+    check_model_name(settings.run.model)

@@ -1,0 +1,27 @@
+"""Write a model together with its factors as files for other libraries: `run_export(ExportSettings.of(...))`, or `python -m
+lpes_jax.export`.
+
+`run.py` puts the folder in place, whole or not at all; `lpes_jax.ship` has a module for each form. `checks.py` has what is
+refused before a model is opened. Names are imported when they are used.
+"""
+
+from typing import TYPE_CHECKING
+
+from lpes_jax import lazy
+
+if TYPE_CHECKING:
+    from lpes_jax.export.checks import check, check_inputs
+    from lpes_jax.export.run import run_export
+    from lpes_jax.settings.export import ExportSettings
+else:
+    __getattr__, __dir__ = lazy.names(
+        __name__,
+        {
+            "ExportSettings": "lpes_jax.settings.export",
+            "check": "lpes_jax.export.checks",
+            "check_inputs": "lpes_jax.export.checks",
+            "run_export": "lpes_jax.export.run",
+        },
+    )
+
+__all__ = ["ExportSettings", "check", "check_inputs", "run_export"]

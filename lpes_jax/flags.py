@@ -1,0 +1,151 @@
+"""The arguments of a verb as its settings, or its help.
+
+tyro makes the parser from the settings' classes. Some flags choose the defaults of others (`--preset`, and with it
+`--algorithm` and `--mixture`): then all are parsed a second time, over these defaults. So no flag is looked for by hand, and
+order and spelling (`--preset best`, `--preset=best`) are tyro's business alone.
+"""
+
+import contextlib
+import errno
+import io
+import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Generic, TypeVar
+
+import tyro
+
+from lpes_jax.errors import UserError
+from lpes_jax.help import short_help
+from lpes_jax.settings import Settings
+from lpes_jax.settings.groups import HostSettings
+
+Flags = TypeVar("Flags", bound=Settings)
+_SHORT, _ALL = ("-h", "--help"), "--help-all"
+_EMPTY = Path()  # what an empty text is parsed as; told from other paths by its identity
+_REGISTRY = tyro.constructors.ConstructorRegistry()
+
+
+@dataclass(frozen=True)
+class Parsed(Generic[Flags]):
+    """The settings of a verb, of its processes, and the defaults of what was not given."""
+
+    flags: Flags
+    hosts: HostSettings
+    defaults: Flags
+
+    def has(self, name: str) -> bool:
+        """Was this flag of a path given? A default is handed on as the object that it is, what was parsed is a new one."""
+        return self.flags.flat()[name] is not self.defaults.flat()[name]
+
+
+@dataclass(frozen=True)
+class Parser(Generic[Flags]):
+    """What is parsed: settings over `defaults`, and with `many_hosts` those of several processes."""
+
+    defaults: Flags
+    prog: str
+    manual: str
+    many_hosts: bool = False
+
+    def parse(self, arguments: Sequence[str]) -> Parsed[Flags]:
+        """The settings. Raises UserError for flags that cannot be."""
+        given, hosts = self._settings(self.defaults, arguments)
+        defaults = self.defaults.defaults_with(given)
+        if defaults != self.defaults:
+            given, hosts = self._settings(defaults, arguments)
+        _check_paths(given)
+        return Parsed(given, hosts, defaults)
+
+    def help(self, arguments: Sequence[str]) -> str | None:
+        """The help that the arguments ask for; None where they ask for none.
+
+        It is that of the other arguments, without the last flag where they cannot be parsed (`--num-pairs --help`), or else of
+        the defaults.
+        """
+        asked = [argument.replace("_", "-") for argument in arguments]
+        asked = {argument for argument in asked if argument in (*_SHORT, _ALL)}
+        if not asked:
+            return None
+        rest = [argument for argument in arguments if argument.replace("_", "-") not in asked]
+        last = max((number for number, argument in enumerate(rest) if argument.startswith("--")), default=0)
+        given = Parsed(self.defaults, HostSettings(), self.defaults)
+        for part in (rest, rest[:last]):
+            with contextlib.suppress(UserError):
+                given = self.parse(part)
+                break
+        width = max(40, shutil.get_terminal_size().columns)  # with very few tyro finds no end
+        if _ALL in asked:
+            return self._all_flags(given.defaults, width)
+        left_out = len(HostSettings().flat()) if self.many_hosts else 0
+        return short_help(given.defaults, given.flags, self.prog, self.manual, width, left_out)
+
+    def _settings(self, defaults: Flags, arguments: Sequence[str]) -> tuple[Flags, HostSettings]:
+        # tyro draws its errors as a box; its first paragraph becomes our one line. No terminal: no colours, and it never wraps.
+        box, nowhere = io.StringIO(), io.TextIOWrapper(io.BytesIO(), "utf-8")
+        try:
+            with contextlib.redirect_stderr(box), contextlib.redirect_stdout(nowhere), _columns(100_000):
+                return self._tyro(defaults, arguments)
+        except SystemExit:
+            lines = [line.strip("│╭╮╰╯─ \n") for line in box.getvalue().split("────", 2)[-1].splitlines()]
+            text = " ".join(re.split(r"\n\s*\n", "\n".join(lines).strip())[0].split())
+            raise UserError(f"{text} (see {self.prog} --help)") from None
+
+    def _all_flags(self, defaults: Flags, width: int) -> str:
+        with contextlib.redirect_stdout(io.StringIO()) as page, _columns(width), contextlib.suppress(SystemExit):
+            self._tyro(defaults, ["--help"])
+        return page.getvalue()
+
+    def _tyro(self, defaults: Flags, arguments: Sequence[str]) -> tuple[Flags, HostSettings]:
+        options: dict[str, Any] = {"prog": self.prog, "description": self.manual, "args": list(arguments)}
+        options |= {"config": (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes), "registry": _REGISTRY}
+        if not self.many_hosts:
+            return tyro.cli(type(defaults), default=defaults, **options), HostSettings()
+        verb, hosts = tyro.conf.arg(name=""), tyro.conf.arg(name="many-hosts")
+        both = tuple[Annotated[type(defaults), verb], Annotated[HostSettings, hosts]]
+        return tyro.cli(both, default=(defaults, HostSettings()), **options)
+
+
+@_REGISTRY.primitive_rule
+def _path(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Path] | None:
+    """Paths, of which an empty one is told from the working directory."""
+    if info.type is not Path:
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="PATH",
+        instance_from_str=lambda texts: Path(texts[0]) if texts[0] else _EMPTY,
+        is_instance=lambda value: isinstance(value, Path),
+        str_from_instance=lambda path: [str(path)],
+    )
+
+
+@contextlib.contextmanager
+def _columns(count: int) -> Iterator[None]:
+    """So many columns has the terminal in here."""
+    before = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = str(count)
+    try:
+        yield
+    finally:
+        os.environ.pop("COLUMNS")
+        if before is not None:
+            os.environ["COLUMNS"] = before
+
+
+def _check_paths(flags: Settings) -> None:
+    """Raise UserError for a flag's path that is empty (Python takes that for the working directory) or longer than can be."""
+    for name, path in flags.flat().items():
+        flag = "--" + name.replace("_", "-")
+        if not isinstance(path, Path):
+            continue
+        if path is _EMPTY:
+            raise UserError(f"{flag}: give a path, not an empty text")
+        try:
+            os.lstat(path)
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                raise UserError(f"{flag} {str(path):.60}...: {error.strerror}; give another path") from error

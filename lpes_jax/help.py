@@ -1,0 +1,157 @@
+"""The short `--help`: the flags of the chosen task and algorithm, and those that every run needs; a line for each.
+
+What it shows of a flag is said where the flag is defined (lpes_jax/settings/tree.py: `when`, `rare`). `--help-all`, which shows
+all flags, is tyro's.
+"""
+
+import ast
+import dataclasses
+import inspect
+import re
+import sys
+import textwrap
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from lpes_jax.settings import Settings
+from lpes_jax.settings.tree import RARE, WHEN
+
+_COLUMN = 30  # where the text of a flag begins
+_EXAMPLES = 2
+_WORDS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A flag of the help: its name (`--limit`), what it takes (`INT`; empty for a switch), and what it is."""
+
+    flag: str
+    value: str
+    text: str
+
+
+def short_help(defaults: Settings, given: Settings, prog: str, manual: str, width: int, left_out: int = 0) -> str:
+    """What `--help` prints, in lines of `width` characters, where the flags of `given` stand beside it.
+
+    `left_out`: flags of the verb that are not in its settings, and so in `--help-all` only.
+    """
+    groups = sections(defaults, given)
+    lines = [f"usage: {prog} [flags]; what is in [...] is a default", "", *_head(manual, width)]
+    for heading, flags in groups:
+        lines += ["", f"{heading}:", *(line for flag in flags for line in _printed(flag, width))]
+    left_out += len(defaults.flat()) - sum(len(flags) for _, flags in groups)
+    others = f"the other {left_out} flag{'s' * (left_out > 1)}, and " if left_out else ""
+    last = [f"--help-all shows {others}more of each."]
+    deciding = [f"--{name}" for name in ("task", "algorithm", "preset") if name in defaults.flat()]
+    if deciding:
+        last += [f"Others have other flags: give {' or '.join(deciding)} with --help."]
+    return "\n".join([*lines, "", *last]) + "\n"
+
+
+def sections(defaults: Settings, given: Settings) -> list[tuple[str, list[Line]]]:
+    """The groups that are shown, by their headings, and their flags; a flag that is in no group is in the next one."""
+    chosen, found, first = given.chosen(), list[tuple[str, list[Line]]](), list[Line]()
+    for field in dataclasses.fields(defaults):
+        value = getattr(defaults, field.name)
+        if not _is_shown(field.metadata, chosen):
+            continue
+        if not isinstance(value, Settings):
+            first.append(_line(defaults, field.name))
+            continue
+        shown = [inner.name for inner in dataclasses.fields(value) if _is_shown(inner.metadata, chosen)]
+        if lines := [*first, *(_line(value, name) for name in shown)]:
+            found.append((_first_line(type(value).__doc__ or "").rstrip("."), lines))
+            first = []
+    return found + ([(_first_line(type(defaults).__doc__ or "").rstrip("."), first)] if first else [])
+
+
+def _is_shown(metadata: Mapping[str, Any], chosen: Mapping[str, Any]) -> bool:
+    if metadata.get(RARE):
+        return False
+    for name, values in metadata.get(WHEN, {}).items():
+        given = chosen[name] if isinstance(chosen[name], tuple) else (chosen[name],)
+        if not set(given) & set(values):
+            return False
+    return True
+
+
+def _line(group: Settings, name: str) -> Line:
+    value, hint = getattr(group, name), _hints(type(group))[name]
+    text = _first_line(documented(type(group)).get(name, ""))
+    if not (value is None or isinstance(value, bool) or value == () or "default" in text):
+        shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        text = f"{text} [{shown}]"
+    flag = ("--no-" if value is True else "--") + name.replace("_", "-")  # a switch that is on by default is switched off
+    return Line(flag, _taken(hint), text)
+
+
+def _taken(hint: Any) -> str:
+    """What a flag of this type takes, in capitals; `...` where it takes several."""
+    if hint is bool:
+        return ""
+    parts = [part for part in typing.get_args(hint) if part not in (type(None), ...)]
+    if typing.get_origin(hint) is tuple:
+        return f"{_taken(parts[0])}..."
+    if typing.get_origin(hint) is typing.Literal:
+        return "NAME"
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        words = [_taken(part) for part in parts]
+        return next((word for word in words if word.endswith("...")), words[0])
+    return _WORDS.get(hint, "TEXT")
+
+
+def documented(group: type[Settings]) -> dict[str, str]:
+    """The texts below the flags of a group, by their names; those of its bases too."""
+    found: dict[str, str] = {}
+    for base in reversed(group.__mro__):
+        if not (isinstance(base, type) and issubclass(base, Settings)):
+            continue
+        body = _classes(base.__module__).get(base.__name__, [])
+        for statement, below in zip(body, body[1:], strict=False):
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and isinstance(below, ast.Expr):
+                if isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):
+                    found[statement.target.id] = inspect.cleandoc(below.value.value)
+    return found
+
+
+@cache
+def _classes(module: str) -> dict[str, Sequence[ast.stmt]]:
+    """The statements of each class of a module; none where its source is not there."""
+    try:
+        source = inspect.getsource(sys.modules[module])
+    except (OSError, TypeError, KeyError):
+        return {}
+    return {node.name: node.body for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+
+
+@cache
+def _hints(group: type[Settings]) -> dict[str, Any]:
+    return typing.get_type_hints(group)
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0]
+
+
+def _head(manual: str, width: int) -> Iterator[str]:
+    """The first paragraph of a verb's manual, and its first examples."""
+    paragraph, _, rest = manual.strip().partition("\n\n")
+    yield from textwrap.wrap(" ".join(paragraph.split()), width)
+    if examples := re.match(r"Examples:\n((?:  .*\n?)*)", rest):
+        each = re.findall(r"  \S.*\n(?:      .*\n?)*", examples[1].rstrip() + "\n")
+        yield from ("", "Examples:", *"".join(each[:_EXAMPLES]).rstrip().splitlines())
+
+
+def _printed(line: Line, width: int) -> Iterator[str]:
+    flag = f"  {line.flag} {line.value}".rstrip()
+    texts = textwrap.wrap(line.text, max(20, width - _COLUMN))
+    if len(flag) > _COLUMN - 2:
+        yield flag
+        flag = ""
+    for text in texts or [""]:
+        yield f"{flag:<{_COLUMN}}{text}".rstrip()
+        flag = ""

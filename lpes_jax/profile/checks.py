@@ -1,0 +1,27 @@
+"""What is refused of a profile before its model is opened, and before JAX is imported."""
+
+from lpes_jax.checks import check_file, check_model_name
+from lpes_jax.errors import UserError
+from lpes_jax.factors import LayerFactors
+from lpes_jax.limits import check_bounds
+from lpes_jax.settings.profile import ProfileSettings
+from lpes_jax.tasks.prompts import check_once, check_positions
+
+
+def check(settings: ProfileSettings) -> None:
+    """Raise UserError for flags that cannot be, and for a text that is not there."""
+    check_bounds(settings)
+    check_positions(settings.grid.positions)
+    check_once(settings.grid.lengths, "--lengths")
+    check_once(settings.grid.tasks, "--tasks")
+    if not settings.grid.tasks:
+        raise UserError("--tasks: give at least one task")
+    check_file("--text", settings.grid.text, "any text file in UTF-8")
+
+
+def check_inputs(settings: ProfileSettings) -> None:
+    """Raise UserError as `check` does, and for factors that cannot be used, and for a model that is not there."""
+    check(settings)
+    if settings.factors.factors is not None:
+        LayerFactors.load(settings.factors.factors)
+    check_model_name(settings.run.model)

@@ -1,0 +1,21 @@
+"""What a file or a folder holds, as a hash: what records tell inputs apart by."""
+
+import hashlib
+from pathlib import Path
+
+from lpes_jax.errors import UserError
+
+
+def content_sha256(path: Path, flag: str = "") -> str:
+    """Of a file, or of a folder's files with their names. Raises UserError (with the flag) for what cannot be read."""
+    digest = hashlib.sha256()
+    try:
+        for file in sorted(it for it in path.rglob("*") if it.is_file()) if path.is_dir() else [path]:
+            with file.open("rb") as contents:
+                inside = hashlib.file_digest(contents, "sha256")
+            if not path.is_dir():
+                return inside.hexdigest()
+            digest.update(f"{file.relative_to(path).as_posix()} {inside.hexdigest()}\n".encode())
+    except OSError as error:
+        raise UserError(f"{flag}{path}: cannot be read ({error.strerror})") from error
+    return digest.hexdigest()
