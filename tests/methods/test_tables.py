@@ -125,12 +125,12 @@ def test_lpes_beyond_the_window(tiny_config):
     for beyond in (None, "linear", "dynamic"):
         table = table_of(lpes(FOUND, beyond, None if beyond is None else 2.0), tiny_config, WINDOW)
         np.testing.assert_allclose(table.inv_freq, layers, rtol=1e-6)
-    at = partial(table_of, config=tiny_config, length=3 * WINDOW)
-    np.testing.assert_allclose(at(lpes(FOUND)).inv_freq, layers, rtol=1e-6)
-    np.testing.assert_allclose(at(lpes(FOUND, "linear", 2.0)).inv_freq, layers / 2, rtol=1e-6)
+    table_for = partial(table_of, config=tiny_config, length=3 * WINDOW)
+    np.testing.assert_allclose(table_for(lpes(FOUND)).inv_freq, layers, rtol=1e-6)
+    np.testing.assert_allclose(table_for(lpes(FOUND, "linear", 2.0)).inv_freq, layers / 2, rtol=1e-6)
     np.testing.assert_allclose(
-        at(lpes(FOUND, "dynamic", 2.0)).inv_freq,
-        np.asarray(at(dynamic_ntk(2.0)).inv_freq) / np.array([1.0, 2.5, 1.5])[:, None, None],
+        table_for(lpes(FOUND, "dynamic", 2.0)).inv_freq,
+        np.asarray(table_for(dynamic_ntk(2.0)).inv_freq) / np.array([1.0, 2.5, 1.5])[:, None, None],
         rtol=1e-6,
     )
 

@@ -171,8 +171,8 @@ def test_a_file_that_shrinks_after_opening_is_refused(tmp_path):
 def test_absurd_counts_are_refused_at_once_and_without_allocation(tmp_path, position, value):
     path = write(tmp_path / "m.gguf")
     whole = path.read_bytes()
-    at = position(whole)
-    path.write_bytes(whole[:at] + struct.pack("<Q", value) + whole[at + 8 :])
+    offset = position(whole)
+    path.write_bytes(whole[:offset] + struct.pack("<Q", value) + whole[offset + 8 :])
     began = time.perf_counter()
     tracemalloc.start()
     with pytest.raises(UserError, match="m.gguf"):
@@ -227,8 +227,8 @@ def test_damage_is_named(tmp_path, damage, named):
 
 def place(data: bytes, name: bytes, *, kind: int = 0, offset: int = 0) -> bytes:
     """The file with another type and offset for a two-dimensional tensor."""
-    at = data.index(name) + len(name) + 4 + 16
-    return data[:at] + struct.pack("<IQ", kind, offset) + data[at + 12 :]
+    start = data.index(name) + len(name) + 4 + 16
+    return data[:start] + struct.pack("<IQ", kind, offset) + data[start + 12 :]
 
 
 def test_part_of_a_split_model_is_refused(tmp_path):

@@ -173,8 +173,8 @@ def test_files_that_are_no_model_are_refused(tmp_path, kind):
 def test_types_that_llama_cpp_removed_say_which_file_to_fetch(tmp_path, number, name, instead):
     write(tmp_path / "m.gguf")
     content = bytearray((tmp_path / "m.gguf").read_bytes())
-    at = content.index(b"token_embd.weight") + len(b"token_embd.weight") + 4 + 16
-    content[at : at + 4] = number.to_bytes(4, "little")
+    offset = content.index(b"token_embd.weight") + len(b"token_embd.weight") + 4 + 16
+    content[offset : offset + 4] = number.to_bytes(4, "little")
     (tmp_path / "m.gguf").write_bytes(content)
     with pytest.raises(
         UserError, match=rf"'token_embd.weight' has type {name} .*removed; fetch the model's {instead} file"

@@ -274,8 +274,10 @@ class Hub(http.server.BaseHTTPRequestHandler):
         older = repo == "org/name" and path.endswith(("/v1", self.sha_of_older)) or f"/{self.sha_of_older}/" in path
         files, sha = (self.older, self.sha_of_older) if older else (self.repos.get(repo, {}), self.sha)
         if files and path.startswith(f"/api/models/{repo}/tree/"):
-            tree = [{"type": "file", "path": name, "size": len(data), "oid": self.etag(data)} for name, data in files.items()]
-            self.answer(200, json.dumps(tree).encode())
+            listing = [
+                {"type": "file", "path": name, "size": len(data), "oid": self.etag(data)} for name, data in files.items()
+            ]
+            self.answer(200, json.dumps(listing).encode())
         elif files and (path == f"/api/models/{repo}" or path.endswith(("/revision/main", "/revision/v1", f"/revision/{sha}"))):
             siblings = [{"rfilename": name} for name in files]
             self.answer(200, json.dumps({"id": repo, "sha": sha, "siblings": siblings}).encode())
@@ -346,7 +348,9 @@ def _resolved(
     nursery: Nursery, folder: Path, endpoint: str, name: str, home: Path, zoo_folder: Path = ZOO, more: str = ""
 ) -> str:
     """What `resolve` prints or refuses in a process of its own: the hub client reads its settings once, at import."""
-    environment: dict[str, str | None] = dict.fromkeys(it for it in os.environ if it.startswith("HF_") or "proxy" in it.lower())
+    environment: dict[str, str | None] = dict.fromkeys(
+        name for name in os.environ if name.startswith("HF_") or "proxy" in name.lower()
+    )
     environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home)}
     out, errors = folder / "resolved.out", folder / "resolved.err"
     pid = nursery.run(RESOLVE, out, name, zoo_folder, more, errors=errors, **environment)
