@@ -188,7 +188,7 @@ def test_a_table_lists_what_ran_and_what_has_no_data(model_folder: Path, tmp_pat
     assert cell.stat().st_mtime_ns == written
     with pytest.raises(UserError, match="qasper.json was run with max_new_tokens=4, not 5"):
         table02.main(replace(s, max_new_tokens=5))
-    with pytest.raises(UserError, match="no file of this table is there"):
+    with pytest.raises(UserError, match="has no file of this table"):
         table02.main(replace(s, data_folder=s.output_path, columns=("qasper",)))
 
 
