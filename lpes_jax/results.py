@@ -1,4 +1,4 @@
-"""What is recorded of outcomes: results.json, samples.jsonl, the rows of a table; and outcomes as JSON and back.
+"""What is recorded of outcomes: results.json, samples.jsonl, table rows; and outcomes as JSON, and back.
 
 Letters: Q questions, S slots.
 """
@@ -33,7 +33,7 @@ from lpes_jax.tasks.metrics import ROUGE, corpus_rouge
 from lpes_jax.tasks.prompts import Task, prompts_sha256
 
 _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
-_PLAIN = ("compilations", "prompt_tokens", "counts", "outputs", "output_tokens")  # of an Outcome: JSON as they are
+_PLAIN = ("compilations", "prompt_tokens", "counts", "outputs", "output_tokens")  # fields of an Outcome that are JSON already
 
 
 def rows(outcomes: Sequence[Outcome], metric: str | None = None) -> list[Row]:
@@ -205,7 +205,7 @@ def _finite(value: float, digits: int | None = None) -> float | None:
 
 
 def record_of(outcome: Outcome) -> dict[str, Any]:
-    """All of an outcome but its candidate and its prompts, as JSON has it."""
+    """An outcome as a JSON object, without its candidate and its prompts."""
     likelihood, begun = outcome.log_likelihood, outcome.prefix_of_outputs
     return {
         "scores": {metric: values.tolist() for metric, values in outcome.scores.items()},
@@ -216,9 +216,10 @@ def record_of(outcome: Outcome) -> dict[str, Any]:
 
 
 def outcome_of(record: Mapping[str, Any]) -> Outcome:
-    """The outcome of a record; `evaluate` gives it its candidate and prompts.
+    """The outcome of a record. `evaluate` adds its candidate and prompts.
 
-    Raises KeyError, TypeError or ValueError, as it comes, for a record that is none.
+    Raises:
+        KeyError, TypeError, ValueError: The record is damaged.
     """
     likelihood, begun = record["log_likelihood"], record["prefix_of_outputs"]
     scores = {metric: np.array(values, np.float64) for metric, values in record["scores"].items()}
@@ -229,11 +230,11 @@ def outcome_of(record: Mapping[str, Any]) -> Outcome:
     if not scores or any(values.shape != found[0].shape or values.ndim != 2 for values in found):
         raise ValueError("scores of different shapes")
     if any(len(values) != found[0].size for values in (outputs, tokens, prompt_tokens) if values is not None):
-        raise ValueError("not as many outputs as scores")
+        raise ValueError("the numbers of outputs and scores differ")
     if not all(isinstance(output, str) for output in outputs or ()):
-        raise TypeError("outputs that are no texts")
+        raise TypeError("outputs that are not texts")
     if not all(isinstance(count, int) for count in [record["compilations"], *record["counts"].values()]):
-        raise TypeError("counts that are no numbers")
+        raise TypeError("counts that are not numbers")
     return Outcome(
         Candidate(""),
         [],
