@@ -50,6 +50,7 @@ class GeneratedScorer:
         self._ids = [prompt.ids for prompt in encode(prompts, tokenizer, model.config.max_position_embeddings)]
         self._settings = {"max_new_tokens": max_new_tokens, "stop": stop_ids, "batch_size": batch_size}
         self.num_prompts = len(prompts)
+        self.longest = max(map(len, self._ids), default=0) + max_new_tokens
         self.answer_tokens = np.ones(len(prompts), int)
 
     def __call__(

@@ -183,6 +183,7 @@ def search(
                         "evaluations_of_algorithm": budget,
                         "prompts_scored": fitness.prompts_scored,
                         "search_questions": dict(counts),
+                        "longest_tokens": scorer.longest,
                         "uniform": uniform,
                         "seconds": round(time.time() - started, 3),
                         **environment(),

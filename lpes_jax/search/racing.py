@@ -176,9 +176,9 @@ class StagedScorer:
             for part in parts
         ]
         self._scorers = [make(prompts.tolist()) for prompts in self._prompts]
-        longest = max(scorer.longest for scorer in self._scorers)
+        self.longest = max(scorer.longest for scorer in self._scorers)
         for scorer in self._scorers:
-            scorer.lengthen(longest)
+            scorer.lengthen(self.longest)
         self.num_prompts = sum(map(len, self._prompts))
         self.answer_tokens = np.zeros(self.num_prompts, int)
         for prompts, scorer in zip(self._prompts, self._scorers, strict=True):

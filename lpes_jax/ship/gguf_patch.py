@@ -40,11 +40,12 @@ from lpes_jax.errors import UserError
 from lpes_jax.factors import LayerFactors
 from lpes_jax.gains import gains_of_tensors
 from lpes_jax.mark import GGUF_KEY, Mark, refuse_marked
-from lpes_jax.models.llama.checkpoint import Checkpoint, GgufCheckpoint, check_tensors
+from lpes_jax.models.llama.checkpoint import Checkpoint, GgufCheckpoint, check_tensors, load_llama
 from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.gguf import GgufFile, TensorInfo, align
 from lpes_jax.models.llama.gguf_model import permute
 from lpes_jax.rope import expand
+from lpes_jax.ship.self_test import write_self_test
 
 # Where the float16 scales of a block begin, in bytes (llama.cpp's ggml-common.h). Not here: IQ1_M (a scale in four pieces),
 # MXFP4 and NVFP4 (scales of 8 bits), and what is never in a file.
@@ -77,7 +78,10 @@ def write_gguf_folder(
     copy: bool = False,
     self_test: bool = True,
 ) -> list[str]:
-    """Fill an empty folder with NAME-lpes.gguf, the patched file; what to say of it, by line, with {out} for its path."""
+    """Fill an empty folder with NAME-lpes.gguf, the patched file, and self_test.json, what a server must answer with it.
+
+    Returns lines to print, with {out} for the folder's path in the end.
+    """
     if not isinstance(checkpoint, GgufCheckpoint):
         raise UserError(
             f"--to gguf copies a .gguf file, and --model {checkpoint.path} is a folder; give --to hf, and convert what it "
@@ -86,7 +90,11 @@ def write_gguf_folder(
     name = f"{checkpoint.path.stem}-lpes.gguf"
     rounding = patch_gguf(checkpoint.path, folder / name, factors, "--factors")
     factors.save(folder / "factors.json")
-    return [*rounding.lines(), f"try it where llama.cpp is: llama-cli -m {{out}}/{name}"]
+    lines = [*rounding.lines(), f"try it where llama.cpp is: llama-cli -m {{out}}/{name}"]
+    if self_test:
+        written, original = (load_llama(one, "float32") for one in (GgufCheckpoint(folder / name), checkpoint))
+        lines += write_self_test(folder, written, None, original, factors, tokenizer)
+    return lines
 
 
 @dataclass(frozen=True)

@@ -34,11 +34,13 @@ TOLERANCE = 1e-2  # nats, float32 in another library
 _TELLS = 10  # times the tolerance that the plain model must be off by somewhere, to be told from the one with factors
 _SHARES = ((1.0, 0), (1.0, 75), (0.5, 50), (0.25, 25), (0.125, 100))  # of the longest prompt, and where the fact stands, in %
 _DEFAULT_LONGEST = 1024  # tokens, where the factors do not say how long their prompts were
+_MOST_PAIRS = 2**14  # more are no prompt of any model
 _POINTS, _CANDIDATES, _NEW = 6, 5, 8
 _ABOUT = (
     "log-probabilities (nats) that lpes_jax worked out in float32: at each point, of the token ids `ids` behind the first "
     "`tokens` of the prompt's ids; log_probs with the factors, plain_log_probs of the model without them. A server in 16 bits "
-    "is off by some hundredths; it has the factors if it is nearer to log_probs"
+    "is off by some hundredths, and one that rounds activations to 8 bits by some tenths; it has the factors if it is nearer "
+    "to log_probs"
 )
 
 
@@ -119,15 +121,29 @@ def write_script(folder: Path) -> list[str]:
 
 
 def longest_searched(factors: LayerFactors, tokenizer: Any) -> int:
-    """The tokens of the longest prompt that the factors were searched on, as far as their file says; else a default."""
+    """The tokens of the longest prompt, with its answer, that the factors were searched on.
+
+    A search records them. Of files before that, the largest number of key-value pairs that they name is taken, in a range or a
+    mixture too; where they name none, a default.
+    """
     search = factors.search
     if isinstance(tokens := search.get("longest_tokens"), int) and tokens > 0:
         return tokens
-    pairs = search.get("num_pairs")
-    numbers = [number for number in (pairs if isinstance(pairs, list) else [pairs]) if isinstance(number, int)]
-    if not numbers or max(numbers) > 2**14:
+    mixture = search.get("mixture")
+    parts = [part for part in mixture.values() if isinstance(part, dict)] if isinstance(mixture, dict) else []
+    pairs = [number for part in (search, *parts) for number in _numbers(part.get("num_pairs"))]
+    if not pairs or not 0 < max(pairs) <= _MOST_PAIRS:
         return _DEFAULT_LONGEST
-    return len(_prompt(tokenizer, max(numbers), 0)[1])
+    return len(_prompt(tokenizer, max(pairs), 0)[1])
+
+
+def _numbers(lengths: Any) -> list[int]:
+    """The whole numbers among lengths as files have them: 20, [5, 10, 20], "5:20"."""
+    if isinstance(lengths, list):
+        return [number for length in lengths for number in _numbers(length)]
+    if isinstance(lengths, str):
+        return [int(number) for number in lengths.split(":") if number.isdecimal()]
+    return [lengths] if isinstance(lengths, int) and not isinstance(lengths, bool) else []
 
 
 def _questions(tokenizer: Any, config: LlamaConfig, longest: int) -> list[_Question]:

@@ -161,7 +161,13 @@ class LlamaConfig:
     def from_hf(cls, config: dict, where: str = "config.json") -> "LlamaConfig":
         """From the contents of a Hugging Face `config.json`; `where` names the file in errors."""
         model_type = config.get("model_type")
+        mark = Mark.read(config.get(MARK_KEY), f"{where}: {MARK_KEY}")
         if model_type not in SUPPORTED_MODEL_TYPES:
+            if mark is not None:  # a folder with modeling_lpes.py
+                raise UserError(
+                    f"{where}: the model holds {mark} already, and lpes_jax does not run code of model_type "
+                    f"{model_type!r:.60}; use the model that it was exported from"
+                )
             raise UserError(
                 f"{where}: model_type {model_type!r:.60} is not supported; supported: {', '.join(SUPPORTED_MODEL_TYPES)}"
             )
@@ -223,7 +229,7 @@ class LlamaConfig:
             sliding_window=sliding_window,
             sliding_layers=sliding_layers,
             nope_layers=nope_layers,
-            mark=Mark.read(config.get(MARK_KEY), f"{where}: {MARK_KEY}"),
+            mark=mark,
         )
 
     def to_hf(self) -> dict:

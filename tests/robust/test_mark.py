@@ -1,6 +1,7 @@
 """A model that holds factors already says so everywhere, and takes none a second time, by whatever door they come."""
 
 import json
+import sys
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -15,6 +16,7 @@ import pytest
 
 import lpes_jax as lj
 from lpes_jax.cli import VERBS
+from lpes_jax.export import ExportSettings, run_export
 from lpes_jax.gains import fold_gains
 from lpes_jax.mark import GGUF_KEY, KEY, Mark
 from lpes_jax.methods.tables import lpes
@@ -22,9 +24,14 @@ from lpes_jax.models.llama.checkpoint import load_llama, open_checkpoint, save_l
 from lpes_jax.models.llama.gguf import GgufFile
 from lpes_jax.models.llama.gguf_model import llama_config
 from lpes_jax.prefixes import Batch
+from lpes_jax.ship.gguf_patch import patch_gguf
+
+sys.path.append(str(Path(__file__).parent.parent / "ship"))
+from tiny_gguf import write_model  # noqa: E402
 
 pytestmark = pytest.mark.promotes
 GAINS = lj.LayerFactors(np.ones(3), gains=np.array([0.5, 1.5, 2.0]))
+OF_GGUF = lj.LayerFactors(np.ones(2), gains=np.array([0.5, 1.5]))  # of its two layers
 TASK = ["--num-pairs", "2", "--key-length", "1", "--positions", "0", "--limit", "1"]
 
 
@@ -37,6 +44,16 @@ def folded(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     GAINS.save(folder.parent / "f.json")
     lj.LayerFactors(np.ones(3), gains=np.ones(3)).save(folder.parent / "ones.json")
     return folder
+
+
+@pytest.fixture(scope="module")
+def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A .gguf file that holds gains; factors for it lie beside it."""
+    folder = tmp_path_factory.mktemp("patched")
+    patch_gguf(write_model(folder / "m.gguf", context_length=2048), folder / "m-lpes.gguf", OF_GGUF)
+    OF_GGUF.save(folder / "f.json")
+    lj.LayerFactors(np.ones(2), gains=np.ones(2)).save(folder / "ones.json")
+    return folder / "m-lpes.gguf"
 
 
 def refused(call: Any, *arguments: Any, **more: Any) -> None:
@@ -64,9 +81,11 @@ def test_every_door_of_python(folded):
     assert lpes(lj.LayerFactors(np.ones(3)))(model.config, 8).tables.gains.shape[1] == 3
 
 
-def test_every_verb(folded, capsys, monkeypatch):
-    monkeypatch.chdir(folded.parent)
-    model = ["--model", str(folded)]
+@pytest.mark.parametrize("form, sha256", [("folded", GAINS.sha256), ("patched", OF_GGUF.sha256)])
+def test_every_verb(request, form, sha256, capsys, monkeypatch):
+    folder = request.getfixturevalue(form)
+    monkeypatch.chdir(folder.parent)
+    model = ["--model", str(folder)]
 
     def run(verb: str, *arguments: str) -> int:
         return import_module(VERBS[verb]).main([*model, *arguments])
@@ -74,26 +93,51 @@ def test_every_verb(folded, capsys, monkeypatch):
     def says_no(verb: str, *arguments: str) -> None:
         assert run(verb, *arguments) == 2
         said = capsys.readouterr().err.strip().splitlines()
-        assert len(said) == 1 and f"the model holds factors of sha256 {GAINS.sha256[:8]}" in said[0], said
-        assert not (folded.parent / "out").exists()
+        assert len(said) == 1 and f"the model holds factors of sha256 {sha256[:8]}" in said[0], said
+        assert not (folder.parent / "out").exists()
 
     given = ["--factors", "f.json", "--output-path", "out"]
     says_no("evaluate", *given, *TASK)
     says_no("compare", *given, *TASK)
-    for form in ("hf", "hf-hook"):
-        says_no("export", *given, "--to", form)
+    says_no("profile", *given)
+    for to in ("hf", "hf-hook", *(["gguf"] if form == "patched" else [])):
+        says_no("export", *given, "--to", to)
     says_no("search", "--initial-factors", "f.json", "--output-path", "out", *TASK)
     says_no("search", "--output-path", "out", *TASK)
     # Without factors it is evaluated, and the results say what it holds.
     for more in ([], ["--factors", "ones.json"]):
         assert run("evaluate", "--output-path", "out", "--overwrite", *more, *TASK) == 0
-        record = json.loads((folded.parent / "out" / "results.json").read_text())
-        assert record["config"]["model_identity"]["mark"] == Mark(GAINS.sha256, gains="query weights").record
+        record = json.loads((folder.parent / "out" / "results.json").read_text())
+        assert record["config"]["model_identity"]["mark"] == Mark(sha256, gains="query weights").record
     capsys.readouterr()
     assert run("doctor", "--num-tokens", "20") == 0
-    assert f"in the files: factors of sha256 {GAINS.sha256[:8]} (gains in query weights)" in " ".join(
-        capsys.readouterr().out.split()
-    )
+    assert f"in the files: factors of sha256 {sha256[:8]} (gains in query weights)" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_folder_with_code_of_its_own(model_folder, tmp_path, capsys):
+    """lpes_jax does not run modeling_lpes.py: it names the mark, and not the unknown type of model alone."""
+    found = lj.LayerFactors(np.array([1.0, 1.5, 2.0]), gains=GAINS.gains)
+    found.save(tmp_path / "f.json")
+    paths = {"factors": tmp_path / "f.json", "output_path": tmp_path / "coded"}
+    coded = run_export(ExportSettings.of(model=str(model_folder), **paths, no_self_test=True))
+    capsys.readouterr()
+    holds = f"the model holds factors of sha256 {found.sha256[:8]} (gains in query weights, rates in modeling_lpes.py) already"
+    for verb in VERBS:
+        more = [] if verb == "doctor" else ["--output-path", str(tmp_path / "out")]
+        more += ["--factors", str(tmp_path / "f.json")] if verb == "export" else []
+        assert import_module(VERBS[verb]).main(["--model", str(coded), *more]) == 2
+        [said] = capsys.readouterr().err.strip().splitlines()
+        assert holds in said and said.endswith("use the model that it was exported from"), verb
+    with pytest.raises(lj.UserError, match="model_type 'lpes_llama'"):
+        lj.load_model(str(coded))
+    pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM
+
+    from lpes_jax.torch import apply_layer_factors
+
+    model = AutoModelForCausalLM.from_pretrained(coded, trust_remote_code=True)
+    with pytest.raises(ValueError, match=f"the model holds factors already .sha256 {found.sha256[:8]}."):
+        apply_layer_factors(model, GAINS)
 
 
 @pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-evaluation-harness is not installed")

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from lpes_jax.errors import UserError
+from lpes_jax.evaluation import slots_of
 from lpes_jax.factors import read_json
 from lpes_jax.models.llama import Llama
+from lpes_jax.models.llama.tokenizer import load_tokenizer
 from lpes_jax.scoring import Scorer
 from lpes_jax.search import run_search
 from lpes_jax.search.algorithms import shortest_gold
@@ -308,7 +310,16 @@ def test_every_task_has_its_own_results(folder, model_folder, tmp_path):
     for title in titles[1:]:
         of_task = results["methods"][title]["lpes"]
         assert of_task["metric"] == "best_subspan_em" and 0 <= of_task["f1,none"] <= 1
-    assert results["config"]["mixture"] == read_json(tmp_path / "run/factors.json")["search"]["mixture"]
+    search = read_json(tmp_path / "run/factors.json")["search"]
+    assert results["config"]["mixture"] == search["mixture"]
+    asked = [
+        report.task.prompt(example, *place)
+        for report in result.reports
+        for example in report.task.examples("search", settings.questions.limit, 0)
+        for place in slots_of(report.task, settings.objective.search_positions if report.task.num_items > 1 else (0,))
+    ]
+    encoded = encode(asked, load_tokenizer(model_folder), 10_000)
+    assert search["longest_tokens"] == max(len(prompt.ids) + max(map(len, prompt.answers)) for prompt in encoded)
     assert set(results["data_sha256"]) == set(titles[1:])
     samples = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").read_text().splitlines()]
     assert {sample["task"] for sample in samples} == set(titles)

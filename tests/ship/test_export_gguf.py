@@ -3,16 +3,20 @@
 import hashlib
 import json
 
+import jax
 import numpy as np
 import pytest
+from byte_tokenizer import byte_tokenizer
 from tiny_gguf import HEAD_DIM, write_model
 
+from lpes_jax.api import logits
 from lpes_jax.errors import UserError
 from lpes_jax.export import ExportSettings, run_export
 from lpes_jax.factors import LayerFactors
 from lpes_jax.gains import fold_gains
 from lpes_jax.mark import Mark
 from lpes_jax.models.llama.checkpoint import load_llama, open_checkpoint
+from lpes_jax.ship.self_test import longest_searched
 
 GAINS = np.random.default_rng(0).uniform(0.5, 2, (2, HEAD_DIM // 2))
 FOUND = LayerFactors(np.ones(2), gains=GAINS, gains_granularity="layer_band")
@@ -42,6 +46,45 @@ def test_a_folder_with_the_patched_file(settings, tmp_path, capsys):
     found = load_llama(open_checkpoint(patched), "float32").layers
     for name in ("query", "query_bias"):
         np.testing.assert_array_equal(getattr(found, name)[...], getattr(wanted, name)[...])
+
+
+def test_what_a_server_must_answer_is_beside_it(settings, tmp_path):
+    """Along prompts up to the longest that was searched: log-probabilities of the patched file, and of the source."""
+    LayerFactors(np.ones(2), gains=GAINS, gains_granularity="layer_band", search={"longest_tokens": 100}).save(
+        tmp_path / "f.json"
+    )
+    folder = run_export(settings.replace(no_self_test=False))
+    assert not (folder / "self_test.py").exists()  # which is for transformers
+    record = json.loads((folder / "self_test.json").read_text())
+    lengths = [len(prompt["ids"]) for prompt in record["prompts"]]
+    assert record["notices_a_plain_model"] and len({prompt["fact_at_percent"] for prompt in record["prompts"]}) == 5
+    assert max(lengths) == 100 and min(lengths) < 30
+    for path, key in ((folder / "m.Q4-lpes.gguf", "log_probs"), (tmp_path / "m.Q4.gguf", "plain_log_probs")):
+        model = load_llama(open_checkpoint(path), "float32")
+        for prompt in record["prompts"]:
+            rows = jax.nn.log_softmax(logits(model, [prompt["ids"]])[0])
+            for point in prompt["points"]:
+                found = np.asarray(rows[point["tokens"] - 1])[point["ids"]]
+                np.testing.assert_allclose(found, point[key], rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "search, pairs",
+    [
+        ({"num_pairs": 12}, 12),
+        ({"num_pairs": [5, 20]}, 20),
+        ({"num_pairs": "5:20"}, 20),
+        ({"num_pairs": ["5:10", 7]}, 10),
+        ({"num_pairs": None, "mixture": {"a": {"num_pairs": 5}, "b": {"num_pairs": "5:15"}, "c": {"num_lines": 3}}}, 15),
+    ],
+)
+def test_the_longest_prompt_of_older_files_is_that_of_most_pairs(search, pairs):
+    tokenizer, gains = byte_tokenizer(), np.ones(2)
+    longest = longest_searched(LayerFactors(gains, search=search), tokenizer)
+    assert longest == longest_searched(LayerFactors(gains, search={"num_pairs": pairs}), tokenizer)
+    assert longest > longest_searched(LayerFactors(gains, search={"num_pairs": pairs - 1}), tokenizer)
+    assert longest_searched(LayerFactors(gains, search=search | {"longest_tokens": 77}), tokenizer) == 77
+    assert longest_searched(LayerFactors(gains, search={"num_pairs": True, "mixture": "m.toml"}), tokenizer) == 1024
 
 
 def test_it_is_replaced_with_overwrite_alone(settings, tmp_path):
