@@ -40,13 +40,17 @@ class Scores(NamedTuple):
 class PopulationScorer(Protocol):
     """What scores populations on a fixed set of prompts.
 
-    `answer_tokens`: of each prompt's shortest answer; `individuals_at_once`: of one pass over all devices; `has_likelihood`:
-    whether `Scores.log_likelihood` says anything but that logits were finite.
+    `answer_tokens`: of each prompt's shortest answer; `longest`: tokens of the longest prompt with its answer;
+    `individuals_at_once`: of one pass over all devices; `has_likelihood`: whether `Scores.log_likelihood` says more than that
+    logits were finite.
     """
 
     num_prompts: int
     answer_tokens: Int[np.ndarray, "N"]
     has_likelihood: bool
+
+    @property
+    def longest(self) -> int: ...
 
     @property
     def individuals_at_once(self) -> int: ...
@@ -68,11 +72,8 @@ class PopulationScorer(Protocol):
 class LikelihoodScorer(PopulationScorer, Protocol):
     """A scorer that teacher-forces answers or options; it scores methods as well.
 
-    `longest`: tokens of the longest prompt with its answer; `compilations`: shapes compiled so far.
+    `compilations`: shapes compiled so far.
     """
-
-    @property
-    def longest(self) -> int: ...
 
     @property
     def compilations(self) -> int: ...
