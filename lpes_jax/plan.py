@@ -132,6 +132,9 @@ def smaller(budget: Budget, plan: Plan, longest: int) -> Budget | None:
     if plan.tokens <= round_up(longest):
         return None
     half = plan.tokens * plan.tables // 2
+    most = max(budget.tokens_that_fit, budget.tokens_at_once)
+    if half >= most:  # a tree that is padded to twice the budget and more: only a smaller budget cuts it
+        half = most // 2
     return replace(
         budget,
         tokens_that_fit=min(budget.tokens_that_fit, half),
