@@ -86,7 +86,7 @@ def _config(settings: ProfileSettings, grid: Grid) -> dict[str, Any]:
 
 
 def _measure(grid: Grid, settings: ProfileSettings, deadline: float, progress: SearchProgress) -> dict[str, Any] | None:
-    """Ask blocks of questions until the deadline, and measure the text's loss before any column has two blocks, if time allows."""
+    """Ask blocks of questions until the deadline; measure the text's loss before any column has two blocks, if time allows."""
     text, asked, skipped, before = None, False, set[int](), None
     while True:
         column = grid.next(skipped)
