@@ -43,7 +43,7 @@ def check(settings: SearchSettings) -> None:
         if fitness == "metric":
             raise UserError(f"{several}: --fitness metric works with one task; use accuracy or log_likelihood")
     if ga.race and fitness == "metric":
-        raise UserError("--race: with --fitness metric individuals generate text one by one on all questions; remove --race")
+        raise UserError("--race: --fitness metric makes individuals generate text one by one on all questions; remove --race")
     if space.parameter != "multiplier" and space.min_factor == 0:
         raise UserError("--min-factor must be above 0, got 0.0; --parameter multiplier takes 0")
     if space.parameter == "log" and settings.algorithm != "gradient":
