@@ -2,8 +2,8 @@
 
     python experiments/gains_tables.py experiments/results/gains/smollm2_kl
 
-A cell is what `transfer.py` or `controls.py` measured of one search: `METHOD_seedN.json`, and `baseline.json` of the model as it
-is. Writes tables.md and summary.json there. Of several seeds each question counts with its mean. p: paired permutation over
+A cell is what `transfer.py` or `controls.py` measured of one search: `METHOD_seedN.json`, and `baseline.json` of the model as
+it is. Writes tables.md and summary.json there. Of several seeds each question counts with its mean. p: paired permutation over
 questions, with Holm's correction over the targets of a column; the interval is the 95 % one of the paired difference.
 """
 
@@ -61,10 +61,11 @@ def main(folder: Path) -> None:
         for target in baseline
         if not is_text(target) and any(part in target for part in NOT_SEARCHED)
     ]
+    about_p, about_text = "In brackets p, and in the header the seeds.", "Less is better."
     parts = [
         (folder / ABOUT).read_text(encoding="utf-8").strip(),
-        f"## Accuracy in percent (F1 times 100)\n\nIn brackets p, and in the header the seeds.\n\n{markdown_table(header, accuracy)}",
-        f"## Plain text, nats a token: change in each quarter of the window\n\nLess is better.\n\n{markdown_table(header, text)}",
+        f"## Accuracy in percent (F1 times 100)\n\n{about_p}\n\n{markdown_table(header, accuracy)}",
+        f"## Plain text, nats a token: change in each quarter of the window\n\n{about_text}\n\n{markdown_table(header, text)}",
         "## Not searched: 95 % interval of the change, in points\n\n"
         + markdown_table(["target", *(NAMES[method] for method in methods)], intervals),
         f"## By seed\n\n{markdown_table(['target', *(NAMES[method] for method in methods)], seeds)}",

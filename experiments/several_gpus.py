@@ -5,8 +5,8 @@
 
 Each row of the table is two runs of the same `search` command: on the first device alone, and on all of them (with CPUs: two
 virtual ones), or in one process a device (`--coordinator-address`). The histories are compared line by line. The seconds of a
-descent are those between its second and its last line, so that compiling is left out; other histories have none. `killed` kills one
-process in the middle: the other has to end by itself, and `--resume` has to end with the history of the run that was not
+descent are those between its second and its last line, so that compiling is left out; other histories have none. `killed` kills
+one process in the middle: the other has to end by itself, and `--resume` has to end with the history of the run that was not
 killed. What is there is not run again; `--only` takes some rows. Runs follow each other, so that nothing shares a device.
 """
 
