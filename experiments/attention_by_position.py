@@ -1,13 +1,14 @@
-"""Where each layer looks, against the scaling factor, and how spread its attention is beside its found factor (Figure 5).
+"""The attention of each layer by position, against the scaling factor, and its entropy beside the found factor (Figure 5).
 
     python experiments/attention_by_position.py --data qmsum/ALL_val.jsonl --scales 1 1.2 1.5 2 --factors RUN/factors.json
 
-A prompt of QMSum (or of another summary or question of ZeroSCROLLS) is instruction, context and query. The attention of the
-last --queries tokens, from which the answer starts, is shared out over what stands before the context, its three thirds in
-tokens, and what stands behind: the mean over queries, heads and prompts, layer by layer. Entropy is that of the same weights,
-in nats. The model attends as it always does; weights of these few queries alone are computed besides, one layer at a time.
+A prompt of QMSum (or of another summary or question task of ZeroSCROLLS) is instruction, context and query. The attention of
+the last --queries tokens, from which the answer starts, is divided among the part before the context, its three thirds in
+tokens, and the part after it: the mean over queries, heads and prompts, per layer. Entropy is that of the same weights, in
+nats. The model runs unchanged; only the weights of these few queries are computed in addition, one layer at a time.
 
-One JSON a scale: what is there is not measured again. Then attention_by_position.{png,svg}, tables.md and summary.json.
+Each scale writes one JSON file; existing ones are not measured again. Then attention_by_position.{png,svg}, tables.md and
+summary.json are written.
 
 Letters: L layers, B prompts, N queries, T tokens, H heads, K key-value heads, D head dim, R regions.
 """
@@ -31,13 +32,14 @@ from transfer import load_cell
 
 from lpes_jax.errors import UserError
 from lpes_jax.evaluation import environment
-from lpes_jax.factors import LayerFactors, write_json
+from lpes_jax.factors import LayerFactors
 from lpes_jax.models.llama import Llama, Loaded, load
 from lpes_jax.models.llama.attention import causal_attention
 from lpes_jax.models.llama.model import LayerContext, layer_rows, rotated, run_layers
 from lpes_jax.report.plots import BASELINE, FOUND, OTHERS, plain, save
 from lpes_jax.rope import RopeTable
 from lpes_jax.scoring import round_up
+from lpes_jax.store.files import write_json
 from lpes_jax.tasks import make_task
 from lpes_jax.tasks.data import content_id
 from lpes_jax.tasks.prompts import Prompt, fit
@@ -47,22 +49,22 @@ REGIONS = ("before", "first third", "middle third", "last third", "behind")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Which model and prompts, which scales."""
+    """The model, the prompts and the scales."""
 
     data: Path
     """QMSum's ALL_val.jsonl or a validation file of ZeroSCROLLS."""
     subset: str = "qmsum"
-    """Which of ZeroSCROLLS that is."""
+    """The subset of ZeroSCROLLS."""
     output_path: Path = Path("runs/attention_by_position")
-    """Folder of the cells, the picture and the tables."""
+    """Folder of the cells, the plot and the tables."""
     model: str = "smollm2-135m-instruct"
     """A name in models/zoo, a folder in Hugging Face layout, a .gguf file, or a Hugging Face hub id."""
     scales: tuple[float, ...] = (1.0, 1.2, 1.5, 2.0)
-    """Uniform factors; 1 is the model as it is, and always measured."""
+    """Uniform factors; 1 is the plain model, and is always measured."""
     factors: Path | None = None
-    """factors.json of a search, measured as well."""
+    """factors.json of a search, measured too."""
     limit: int = 20
-    """Prompts, spread evenly over the file."""
+    """Prompts, evenly spaced over the file."""
     queries: int = 16
     """N: last tokens of a prompt whose attention is read."""
     max_prompt_tokens: int = 3584
@@ -70,7 +72,7 @@ class Settings:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on a GPU, float32 on a CPU."""
     batch_size: int = 4
-    """Prompts a forward pass."""
+    """Prompts per forward pass."""
 
 
 def looks(
@@ -79,11 +81,11 @@ def looks(
     """Attention of the last `queries` queries of each prompt, rotated as k is: its mass from each edge up to the next (there
     are R + 1), and its entropy in nats; means over queries and heads."""
     batch, length, heads, head_dim = q.shape
-    at = lengths[:, None] - queries + jnp.arange(queries)
-    last = jnp.take_along_axis(q, at[:, :, None, None], axis=1).reshape(batch, queries, k.shape[2], -1, head_dim)
+    positions = lengths[:, None] - queries + jnp.arange(queries)
+    last = jnp.take_along_axis(q, positions[:, :, None, None], axis=1).reshape(batch, queries, k.shape[2], -1, head_dim)
     logits = jnp.einsum("bnkgd,btkd->bnkgt", last.astype(jnp.float32), k.astype(jnp.float32), precision="highest")
     keys = jnp.arange(length)
-    logits = jnp.where((keys <= at[:, :, None])[:, :, None, None], logits * head_dim**-0.5, -jnp.inf)
+    logits = jnp.where((keys <= positions[:, :, None])[:, :, None, None], logits * head_dim**-0.5, -jnp.inf)
     weights = jax.nn.softmax(logits, axis=-1)
     inside = (keys >= edges[:, :-1, None]) & (keys < edges[:, 1:, None])  # [B, R, T]
     mass = jnp.einsum("bnkgt,brt->br", weights, inside.astype(jnp.float32), precision="highest") / (queries * heads)
@@ -95,7 +97,7 @@ def looks(
 def attention_of(
     model: Llama, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], edges: Int[Array, "B R1"], table: RopeTable, queries: int
 ) -> tuple[Float[Array, "L B R"], Float[Array, "L B"]]:
-    """`looks` of every layer. Raises UserError for a model of which layers have a sliding window in use."""
+    """`looks` of every layer. Raises UserError for a model with sliding windows in use."""
     config, positions = model.config, jnp.arange(tokens.shape[1])
     if (config.windows(tokens.shape[1]) < tokens.shape[1]).any():
         raise UserError(
@@ -119,7 +121,7 @@ def edges_of(prompt: Prompt, whole: Prompt, starts: Sequence[int]) -> list[int]:
 
 
 def measure(s: Settings, loaded: Loaded, factors: LayerFactors) -> dict[str, Any]:
-    """Mass of each region and entropy, by layer."""
+    """The mass of each region and the entropy, per layer."""
     config, tokenizer = loaded.model.config, loaded.tokenizer
     task = make_task("zero_scrolls", data=s.data, subset=s.subset, max_prompt_tokens=s.max_prompt_tokens)
     whole = [task.prompt(example, 0) for example in spread(task.examples("all", None, 0), s.limit)]
@@ -127,24 +129,24 @@ def measure(s: Settings, loaded: Loaded, factors: LayerFactors) -> dict[str, Any
     prompts = fit(whole, tokenizer, window, max_prompt_tokens=s.max_prompt_tokens).prompts
     encoded = [tokenizer(prompt.text, return_offsets_mapping=True) for prompt in prompts]
     edges = [
-        edges_of(prompt, of_all, [start for start, _ in it["offset_mapping"]])
-        for prompt, of_all, it in zip(prompts, whole, encoded, strict=True)
+        edges_of(prompt, uncut, [start for start, _ in ids["offset_mapping"]])
+        for prompt, uncut, ids in zip(prompts, whole, encoded, strict=True)
     ]
-    lengths = [len(it["input_ids"]) for it in encoded]
+    lengths = [len(ids["input_ids"]) for ids in encoded]
     if min(lengths) < s.queries:
         raise UserError(f"--queries {s.queries}: a prompt has only {min(lengths)} tokens")
     tokens = np.zeros((len(prompts), round_up(max(lengths))), np.int32)
-    for row, it in zip(tokens, encoded, strict=True):
-        row[: len(it["input_ids"])] = it["input_ids"]
+    for row, ids in zip(tokens, encoded, strict=True):
+        row[: len(ids["input_ids"])] = ids["input_ids"]
     table = config.rope_table(tokens.shape[1], factors)
     mass, entropy = np.zeros((config.num_layers, len(REGIONS))), np.zeros(config.num_layers)
     for start in range(0, len(prompts), s.batch_size):
-        at = [min(start + n, len(prompts) - 1) for n in range(s.batch_size)]  # the last batch repeats: one compilation
+        rows = [min(start + n, len(prompts) - 1) for n in range(s.batch_size)]  # the last batch repeats: one compilation
         count = min(s.batch_size, len(prompts) - start)
-        given = (jnp.asarray(np.array(values)[at], jnp.int32) for values in (tokens, lengths, edges))
-        of_mass, of_entropy = attention_of(loaded.model, *given, table, s.queries)
-        mass += np.asarray(of_mass, np.float64)[:, :count].sum(axis=1)
-        entropy += np.asarray(of_entropy, np.float64)[:, :count].sum(axis=1)
+        given = (jnp.asarray(np.array(values)[rows], jnp.int32) for values in (tokens, lengths, edges))
+        batch_mass, batch_entropy = attention_of(loaded.model, *given, table, s.queries)
+        mass += np.asarray(batch_mass, np.float64)[:, :count].sum(axis=1)
+        entropy += np.asarray(batch_entropy, np.float64)[:, :count].sum(axis=1)
     middle = (mass / len(prompts)).T
     return {
         "prompts": len(prompts),
@@ -155,7 +157,7 @@ def measure(s: Settings, loaded: Loaded, factors: LayerFactors) -> dict[str, Any
 
 
 def main(s: Settings) -> None:
-    """Measure what is missing, write the tables and draw."""
+    """Measure missing scales, write the tables and draw the plot."""
     for name in ("limit", "queries", "batch_size"):
         if getattr(s, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(s, name)}")
@@ -196,7 +198,7 @@ def main(s: Settings) -> None:
     header = ["scale", *REGIONS, "middle third of the context's", "entropy (nats)"]
     parts = [about, markdown_table(header, rows)]
     middle = {name: record["mass"]["middle third"] for name, record in records.items()}
-    layers = [[str(at), *(f"{100 * of[at]:.2f}" for of in middle.values())] for at in range(len(plain["entropy"]))]
+    layers = [[str(layer), *(f"{100 * of[layer]:.2f}" for of in middle.values())] for layer in range(len(plain["entropy"]))]
     parts += ["Middle third by layer, in percent:\n", markdown_table(["layer", *middle], layers)]
     summary: dict[str, Any] = {"settings": shared | {"data": str(s.data)}, "scales": records}
     by_layer = None

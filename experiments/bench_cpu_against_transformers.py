@@ -1,9 +1,9 @@
-"""Prompts a second on the CPU, float32: our scoring pass beside transformers (torch, eager) on the same prompts and weights.
+"""Prompts per second on the CPU, float32: our scoring pass and transformers (torch, eager) on the same prompts and weights.
 
     python experiments/bench_cpu_against_transformers.py
 
-Eight key-value prompts of 420 tokens, two threads. transformers is timed twice: as it comes (logits at every position) and with
-`logits_to_keep`, which like ours computes logits at the answer alone. The best of five rounds.
+Eight key-value prompts of 420 tokens, two threads. transformers is timed twice: by default (logits at every position) and with
+`logits_to_keep`, which like ours computes logits only at the answer. The best of five rounds.
 """
 
 import os

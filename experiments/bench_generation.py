@@ -1,9 +1,9 @@
-"""Tokens a second of greedy generation: ours beside transformers' `generate` (torch) on the same card, prompts and weights.
+"""Tokens per second of greedy generation: ours and transformers' `generate` (torch) on the same GPU, prompts and weights.
 
     python experiments/bench_generation.py --model smollm2-135m-instruct --batch-size 16 --new-tokens 100
 
-Key-value prompts of one length, so that neither side pads; nothing stops early. The median of the rounds, prefill included,
-after a first run of each for compilation and kernels.
+The key-value prompts have one length, so neither side pads, and nothing stops early. The result is the median of the rounds,
+including prefill, after a first run of each for compilation and kernels.
 """
 
 import os

@@ -1,11 +1,11 @@
-"""Prompts a second with shared prefixes and without, in turn, on key-value prompts; and whether the verdicts are the same.
+"""Prompts per second with and without shared prefixes, in turn, on key-value prompts; also compares the verdicts.
 
     python experiments/bench_prefixes.py --model tiny-retriever --num-pairs 20 --key-length 8 --queries-per-haystack 5
     python experiments/bench_prefixes.py --model LLAMA-2-7B --num-pairs 50 --queries-per-haystack 5 --limit 40 --dtype bfloat16
 
-Of each haystack, `--queries-per-haystack` questions are asked at each of `--positions`. Rounds alternate, so that what else the
-machine does meets both; on a CPU the seconds of its cores are timed, which other processes do not lengthen. TFLOP/s are those
-of the products with the layers' weights, of the tokens that are computed.
+For each haystack, `--queries-per-haystack` questions are asked at each of `--positions`. Rounds alternate, so that other load
+on the machine affects both. On a CPU, core seconds are timed, which other processes do not lengthen. TFLOP/s are those of the
+products with the layers' weights, for the tokens that are computed.
 """
 
 import json
@@ -36,13 +36,13 @@ class Settings:
     """'' admits two answers, and scores both."""
     positions: tuple[int, ...] = (0, 50, 100)
     limit: int = 15
-    """Questions a position."""
+    """Questions per position."""
     population: int = 1
     repeats: int = 5
     dtype: str = "auto"
     batch_size: int | None = None
     output: Path | None = None
-    """A JSON file of the figures."""
+    """A JSON file for the figures."""
 
 
 def main(settings: Settings) -> None:

@@ -1,15 +1,15 @@
-"""Racing: the same searches with `--race` and without, on several seeds: what is found, and what it costs.
+"""Racing: the same searches with and without `--race`, on several seeds: results and costs.
 
     python experiments/bench_racing.py --model tiny-retriever --num-pairs 8 --limit 48 --test-limit 40 --seeds 0 1 2
     python experiments/bench_racing.py --model LLAMA-2-7B --preset paper --limit 200 --test-limit 500 --algorithms ga cma_es
 
-Two searches of a seed have the same questions and the same random numbers. The genetic algorithm's are the same, individual for
-individual, until a race drops one by mistake: `parts at` is the first generation with another individual, and `mistakes` counts
-those dropped before that which would have become parents, by their fitness in the other search. p is the paired permutation
-test over the held-out questions of all seeds, of what the race found against what the other search found.
+The two searches of a seed have the same questions and random numbers. Those of the genetic algorithm are identical, individual
+for individual, until a race drops one by mistake. `parts at` is the first generation with a different individual. `mistakes`
+counts the individuals dropped before it that would have become parents, by their fitness in the other search. p is the paired
+permutation test over the held-out questions of all seeds, between the race's result and the other search's.
 
-Seconds are of the search, uniform factors included, without the held-out report. Compilation is among them: run it twice into
-two folders, and the second time is without.
+Seconds are those of the search, including uniform factors but not the held-out report. They include compilation; a second run
+into another folder does not.
 """
 
 from dataclasses import dataclass
@@ -25,12 +25,12 @@ from lpes_jax.statistics import paired_permutation_test
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(GridFlags):
-    """Which model, on what, which algorithms."""
+    """The model, the questions and the algorithms."""
 
     output_path: Path = Path("runs/bench_racing")
     preset: Literal["paper", "default", "quick"] = "quick"
     algorithms: tuple[str, ...] = ("ga",)
-    """Which of them."""
+    """The algorithms."""
     fitness: Literal["accuracy", "log_likelihood"] = "accuracy"
 
 
@@ -50,23 +50,23 @@ def main(s: Settings) -> None:
         each = [compared(*pair, parents=s.search().ga.parents if name == "ga" else 0) for pair in zip(whole, race, strict=True)]
         summary[name] = {"p": p, "seeds": each}
         for kind in ("baseline", "whole", "race"):
-            mean = {key: float(np.mean([it[kind][key] for it in each])) for key in each[0][kind]}
+            mean = {key: float(np.mean([searches[kind][key] for searches in each])) for key in each[0][kind]}
             summary[name][kind] = mean
             cost = [f"{mean['prompts']:.0f}", f"{mean['seconds']:.0f}"] if kind != "baseline" else ["-", "-"]
             fitness = f"{mean['fitness']:.4f}" if kind != "baseline" else "-"
             rows.append([f"{name}, {kind}", f"{mean['held_out']:.2f}", show_p(p) if kind == "race" else "-", fitness, *cost])
         saved = 1 - summary[name]["race"]["prompts"] / summary[name]["whole"]["prompts"]
-        of_seeds = "; ".join(f"seed {seed}: {told(it)}" for seed, it in zip(s.seeds, each, strict=True))
+        by_seed = "; ".join(f"seed {seed}: {told(searches)}" for seed, searches in zip(s.seeds, each, strict=True))
         summary[name]["prompts_saved"] = saved
-        summary[name]["told"] = f"{name}: {saved:.1%} of the prompts saved. {of_seeds}.\n"
+        summary[name]["told"] = f"{name}: {saved:.1%} of the prompts saved. {by_seed}.\n"
     columns = ["search", "held-out accuracy", "p against whole", "fitness of best", "prompts scored", "seconds"]
     about = s.describe("Figures are means over seeds.")
-    parts = [about, markdown_table(columns, rows), *(it["told"] for it in summary.values())]
+    parts = [about, markdown_table(columns, rows), *(record["told"] for record in summary.values())]
     write_tables(s, "Racing", parts, summary | {"machine": environment()})
 
 
 def compared(whole: dict[str, Any], race: dict[str, Any], parents: int) -> dict[str, Any]:
-    """What two searches of one seed found and cost, and where they part."""
+    """Results and costs of two searches of one seed, and where they diverge."""
     found: dict[str, Any] = {"baseline": {"held_out": 100 * figures(whole, "baseline")["acc,none"]}}
     for kind, record in (("whole", whole), ("race", race)):
         search = record["factors"]["search"]
@@ -77,7 +77,9 @@ def compared(whole: dict[str, Any], race: dict[str, Any], parents: int) -> dict[
     together = [pair for pair in lines if parts is None or pair[1]["generation"] < parts]
     found |= {
         "individuals": len(race["history"]),
-        "dropped": {str(share): sum(it.get("raced") == share for it in race["history"]) for share in shares(race)},
+        "dropped": {
+            str(share): sum(individual.get("raced") == share for individual in race["history"]) for share in shares(race)
+        },
         "same_best": whole["factors"]["factors"] == race["factors"]["factors"],
         "parts_at": parts,
     }
@@ -87,27 +89,30 @@ def compared(whole: dict[str, Any], race: dict[str, Any], parents: int) -> dict[
 
 
 def shares(race: dict[str, Any]) -> list[float]:
-    """Of the questions, those behind which something was dropped."""
-    return sorted({it["raced"] for it in race["history"] if "raced" in it})
+    """The shares of the questions after which individuals were dropped."""
+    return sorted({individual["raced"] for individual in race["history"] if "raced" in individual})
 
 
 def mistakes(lines: list[tuple[dict[str, Any], dict[str, Any]]], parents: int) -> int:
-    """How many a race dropped whose fitness, as the search without has it, is above that of the worst of the next parents."""
+    """The number of dropped individuals whose fitness in the full search exceeds that of the worst of the next parents."""
     count = 0
     for theirs, ours in lines:
         if "raced" in ours:
-            pool = sorted((it["fitness"] for it, _ in lines if it["generation"] <= ours["generation"]), reverse=True)
+            pool = sorted(
+                (individual["fitness"] for individual, _ in lines if individual["generation"] <= ours["generation"]),
+                reverse=True,
+            )
             count += theirs["fitness"] > pool[parents - 1]
     return count
 
 
-def told(it: dict[str, Any]) -> str:
-    """How two searches of one seed differ, in words."""
-    dropped = ", ".join(f"{count} at {float(share):.0%}" for share, count in it["dropped"].items()) or "none"
-    parts = "never part" if it["parts_at"] is None else f"part at generation {it['parts_at']}"
-    wrong = f", {it['mistakes']} by mistake" if "mistakes" in it else ""
-    same = "the same best" if it["same_best"] else "another best"
-    return f"of {it['individuals']} individuals dropped {dropped}{wrong}; they {parts}, {same}"
+def told(record: dict[str, Any]) -> str:
+    """The differences between two searches of one seed, in words."""
+    dropped = ", ".join(f"{count} at {float(share):.0%}" for share, count in record["dropped"].items()) or "none"
+    parts = "never part" if record["parts_at"] is None else f"part at generation {record['parts_at']}"
+    wrong = f", {record['mistakes']} by mistake" if "mistakes" in record else ""
+    same = "the same best" if record["same_best"] else "another best"
+    return f"of {record['individuals']} individuals dropped {dropped}{wrong}; they {parts}, {same}"
 
 
 if __name__ == "__main__":

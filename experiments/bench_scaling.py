@@ -1,10 +1,10 @@
-"""Prompts a second of a population's evaluation on 1, 2, 4, ... devices of one host, in turn, and whether scores are the same.
+"""Prompts per second of a population's evaluation on 1, 2, 4, ... devices of one host, in turn; also compares the scores.
 
     python experiments/bench_scaling.py --model QWEN --num-pairs 50 --population 32 --limit 20
     XLA_FLAGS=--xla_force_host_platform_device_count=2 python experiments/bench_scaling.py --model tiny-retriever \\
         --num-pairs 5 --key-length 8 --limit 2
 
-Each individual rises over the layers from 1 to an end of its own, between 1 and 2. Medians of --repeats, after compilation.
+Each individual's factors rise over the layers from 1 to its own end, between 1 and 2. Medians of --repeats, after compilation.
 """
 
 import statistics
@@ -18,10 +18,10 @@ import tyro
 from grid import markdown_table
 
 from lpes_jax.evaluation import environment
-from lpes_jax.factors import write_json
 from lpes_jax.mesh import make_mesh
 from lpes_jax.models.llama import load
 from lpes_jax.scoring import Scorer
+from lpes_jax.store.files import write_json
 from lpes_jax.tasks import prompts as task_prompts
 from lpes_jax.tasks.key_value import KeyValue
 
@@ -41,7 +41,7 @@ class Settings:
     dtype: str = "auto"
     batch_size: int | None = None
     output: Path | None = None
-    """A JSON file of the figures."""
+    """A JSON file for the figures."""
 
 
 def main(s: Settings) -> None:
@@ -76,14 +76,14 @@ def main(s: Settings) -> None:
         )
     rows = [
         [
-            str(it["devices"]),
-            f"{it['seconds']:.2f}",
-            f"{it['prompts_a_second']:.0f}",
-            f"{it['prompts_a_second'] / records[0]['prompts_a_second']:.2f}",
-            f"{it['verdicts_changed']} of {s.population * len(encoded)}",
-            f"{it['log_likelihood_difference']:.1g}",
+            str(record["devices"]),
+            f"{record['seconds']:.2f}",
+            f"{record['prompts_a_second']:.0f}",
+            f"{record['prompts_a_second'] / records[0]['prompts_a_second']:.2f}",
+            f"{record['verdicts_changed']} of {s.population * len(encoded)}",
+            f"{record['log_likelihood_difference']:.1g}",
         ]
-        for it in records
+        for record in records
     ]
     header = ["devices", "seconds", "prompts/s", "of one device's", "other verdicts", "log-likelihood differs by"]
     print(environment()["devices"], environment()["versions"])

@@ -1,4 +1,4 @@
-"""Prompts a second of the scorer: one factor vector on key-value prompts, after compilation.
+"""Prompts per second of the scorer: one factor vector on key-value prompts, after compilation.
 
 python experiments/bench_scoring.py --num-pairs 5 --limit 300
 """

@@ -3,13 +3,13 @@
     python experiments/bench_search.py --shape llama-2-7b --data nq-open-oracle.jsonl.gz
     python experiments/bench_search.py --data nq-open-oracle.jsonl.gz --search-flags="--queries-per-haystack 5" --name shared
 
-A model of the shape with random weights, and the tokenizer of --tokenizer, is written to --folder first (13.5 GB for a 7B
-shape); what is there is used again. Then `python -m lpes_jax.search` runs on prompts of 10 documents. Its wall clock, from the
-start of the process to its end, times the number of GPUs is the figure: loading, tokenising, compiling, host time and writing
-are in it, and the prompts of one uniform factor and of one held-out question.
+First a model of the shape with random weights, and the tokenizer of --tokenizer, is written to --folder (13.5 GB for a 7B
+shape); an existing one is reused. Then `python -m lpes_jax.search` runs on prompts of 10 documents. The figure is its
+wall-clock time, from the start of the process to its end, times the number of GPUs. It includes loading, tokenising, compiling,
+host time, writing, and the prompts of one uniform factor and one held-out question.
 
-The paper's Table 10 has four rows; the other three are timed here, after compilation: the factors of 20 individuals from their
-curves, and the GA's mutations and crossovers (`ask` with the one and the other alone).
+The paper's Table 10 has four rows. The other three are timed here, after compilation: the factors of 20 individuals from their
+curves, and the GA's mutations and crossovers (`ask` with only one of the two).
 """
 
 import os
@@ -32,12 +32,12 @@ from grid import markdown_table  # noqa: E402
 from table05_latency import config_of, random_model  # noqa: E402
 
 from lpes_jax.curves import bezier  # noqa: E402
-from lpes_jax.factors import write_json  # noqa: E402
 from lpes_jax.models.llama import load_tokenizer  # noqa: E402
 from lpes_jax.models.llama.checkpoint import save_llama  # noqa: E402
 from lpes_jax.search.genetic import PaperGA  # noqa: E402
 from lpes_jax.search.lattice import Lattice  # noqa: E402
 from lpes_jax.settings.search import preset  # noqa: E402
+from lpes_jax.store.files import write_json  # noqa: E402
 from lpes_jax.store.provenance import environment  # noqa: E402
 
 PAPER = {"factors from curves": 5.2, "mutation": 4.5, "crossover": 2.3, "inference": 1167.4}  # seconds on 4 H100s
@@ -46,29 +46,29 @@ PAPER_GPUS = 4
 
 @dataclass(frozen=True)
 class Settings:
-    """Which sizes, on what."""
+    """Sizes and data."""
 
     data: Path
     """nq-open-oracle.jsonl.gz."""
     shape: Literal["llama-2-7b", "llama-2-13b", "qwen2.5-7b"] = "llama-2-7b"
     tokenizer: str = "smollm2-135m-instruct"
-    """A model whose tokenizer the random one gets; it has as many rows of the embedding as that has ids."""
+    """A model whose tokenizer the random model gets; the embedding has one row per id."""
     folder: Path = Path("runs/bench_search")
-    """Of the model, the run and the figures."""
+    """Folder of the model, the run and the figures."""
     name: str = "run"
-    """Of the run and its figures in that folder."""
+    """Name of the run and its figures in that folder."""
     individuals: int = 20
     limit: int = 200
     """Questions, each at three positions."""
     num_documents: int = 10
     layers: int | None = None
-    """Fewer layers than the shape has, to try this out."""
+    """A smaller number of layers, for trials."""
     search_flags: str = ""
-    """More flags for the search, in one string, behind an equals sign."""
+    """More flags for the search, in one string after an equals sign."""
 
 
 def main(s: Settings) -> None:
-    """Write the model in a process of its own, which leaves the GPU's memory to the search, then time the search."""
+    """Write the model in a separate process, which leaves the GPU's memory to the search, then time the search."""
     model = s.folder / s.shape
     if not (model / "config.json").exists():
         subprocess.run(
@@ -82,11 +82,11 @@ def main(s: Settings) -> None:
         sys.executable,
         "-m",
         "lpes_jax.search",
-        *(str(it) for name, value in flags.items() for it in (f"--{name}", value)),
+        *(str(argument) for name, value in flags.items() for argument in (f"--{name}", value)),
     ]
     start = time.perf_counter()
-    of_search = {name: value for name, value in os.environ.items() if name != "XLA_PYTHON_CLIENT_PREALLOCATE"}
-    subprocess.run([*command, *s.search_flags.split()], check=True, env=of_search)
+    search_environment = {name: value for name, value in os.environ.items() if name != "XLA_PYTHON_CLIENT_PREALLOCATE"}
+    subprocess.run([*command, *s.search_flags.split()], check=True, env=search_environment)
     seconds = time.perf_counter() - start
     operations = time_operations(num_layers(model), s.individuals)
     gpus = len(jax.devices())
@@ -124,7 +124,7 @@ def main(s: Settings) -> None:
 
 
 def num_layers(model: Path) -> int:
-    """Of a model's folder."""
+    """The number of layers of a model's folder."""
     return int(json.loads((model / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"])
 
 
@@ -147,7 +147,7 @@ def time_operations(layers: int, individuals: int) -> dict[str, float]:
 
 
 def median(run: Callable[[], Any], rounds: int = 20) -> float:
-    """Seconds of a run, the median, after one that does not count."""
+    """The median seconds of a run, after one warm-up."""
     seconds = []
     for _ in range(rounds + 1):
         start = time.perf_counter()

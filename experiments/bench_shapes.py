@@ -1,4 +1,4 @@
-"""A forward pass of a large shape with random weights: ours, the card's matrix products, and transformers (torch), in one run.
+"""A forward pass of a large shape with random weights: ours, the GPU's matrix products, and transformers (torch), in one run.
 
     python experiments/bench_shapes.py --shape llama-2-7b --batch-size 8 --tokens 2048
 
@@ -6,8 +6,9 @@ Prompts of random tokens, all of one length, and logits of the last position. TF
 attention (the half that is not masked). The matrix product is 8,192 cubed, bfloat16. transformers runs its default attention
 (SDPA) eagerly, then through torch.compile. Medians of --rounds, after a first run of each for compilation and kernels.
 
-Then what the forward pass could do otherwise, alone: products of queries, keys and values, and of gate and up, with weights
-side by side in one matrix against one after the other; attention by cuDNN's kernel against XLA's blocks, causal and masked.
+The script then times alternatives for parts of the forward pass in isolation: products of queries, keys and values, and of gate
+and up, with weights concatenated into one matrix or one after the other; attention by cuDNN's kernel or XLA's blocks, causal
+and masked.
 """
 
 import os
@@ -49,9 +50,9 @@ class Settings:
     matrix: int = 8192
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     torch: bool = True
-    """Also transformers, eagerly and compiled."""
+    """Also time transformers, eager and compiled."""
     layers: int | None = None
-    """Fewer layers than the shape has, to try this out."""
+    """A smaller number of layers, for trials."""
 
 
 def main(s: Settings) -> None:
@@ -76,12 +77,12 @@ def main(s: Settings) -> None:
     for name, (taken, other) in (products(s, config) | attentions(s, config)).items():
         print(f"{name}: {1e3 * taken:.3f} ms as it is, {1e3 * other:.3f} ms otherwise, {other / taken:.2f} x")
     if s.torch:
-        for name, seconds in of_torch(s, config, tokens).items():
+        for name, seconds in torch_seconds(s, config, tokens).items():
             print(f"{name}: {1e3 * seconds:.0f} ms, {seconds / ours:.2f} x ours")
 
 
 def flop(config: LlamaConfig, s: Settings) -> float:
-    """Multiplications and additions of a pass, without the output's."""
+    """Multiplications and additions of a pass, without those of the output layer."""
     width, heads = config.hidden_size, config.num_heads * config.head_dim
     keys = 2 * config.num_kv_heads * config.head_dim
     weights = width * (2 * heads + keys) + 3 * width * config.intermediate_size
@@ -90,14 +91,14 @@ def flop(config: LlamaConfig, s: Settings) -> float:
 
 
 def matrix_rate(s: Settings) -> float:
-    """FLOP a second of one large product of random matrices."""
+    """FLOP per second of one large product of random matrices."""
     left, right = jax.random.normal(jax.random.key(0), (2, s.matrix, s.matrix), jnp.dtype(s.dtype))
     product = jax.jit(lambda left, right: left @ right)
     return 2.0 * s.matrix**3 / median(lambda: product(left, right).block_until_ready(), s.rounds)
 
 
 def products(s: Settings, config: LlamaConfig) -> dict[str, tuple[float, float]]:
-    """Seconds of products with the weights of a layer, one after the other and side by side."""
+    """Seconds of products with the weights of a layer, one after the other and concatenated."""
     width, dtype = config.hidden_size, jnp.dtype(s.dtype)
     x = jax.random.normal(jax.random.key(0), (s.batch_size * s.tokens, width), dtype)
     heads, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -108,22 +109,22 @@ def products(s: Settings, config: LlamaConfig) -> dict[str, tuple[float, float]]
         ("gate and up", (config.intermediate_size,) * 2),
     ):
         weights = [jax.random.normal(jax.random.key(1), (width, size), dtype) for size in sizes]
-        whole, cuts = jnp.concatenate(weights, axis=1), [sum(sizes[: at + 1]) for at in range(len(sizes) - 1)]
-        at_once = jax.jit(lambda x, whole, cuts=tuple(cuts): jnp.split(matmul(x, whole), cuts, axis=1))
+        whole, cuts = jnp.concatenate(weights, axis=1), [sum(sizes[: index + 1]) for index in range(len(sizes) - 1)]
+        fused = jax.jit(lambda x, whole, cuts=tuple(cuts): jnp.split(matmul(x, whole), cuts, axis=1))
         seconds[name] = (
             median(lambda weights=weights: jax.block_until_ready(one_by_one(x, weights)), s.rounds),
-            median(lambda at_once=at_once, whole=whole: jax.block_until_ready(at_once(x, whole)), s.rounds),
+            median(lambda fused=fused, whole=whole: jax.block_until_ready(fused(x, whole)), s.rounds),
         )
     return seconds
 
 
 def attentions(s: Settings, config: LlamaConfig) -> dict[str, tuple[float, float]]:
-    """Seconds of one layer's attention: as the model takes it, and in XLA's blocks. The mask is a causal one."""
+    """Seconds of one layer's attention: as in the model, and in XLA's blocks. The mask is causal."""
     shape = s.batch_size, s.tokens, config.num_heads, config.head_dim
     q, k, v = jax.random.normal(jax.random.key(0), (3, *shape), jnp.dtype(s.dtype))
     k, v = k[:, :, : config.num_kv_heads], v[:, :, : config.num_kv_heads]
     ends = jnp.full(shape[:2], s.tokens, jnp.int32)
-    at = jnp.broadcast_to(jnp.arange(s.tokens, dtype=jnp.int32), shape[:2])
+    positions = jnp.broadcast_to(jnp.arange(s.tokens, dtype=jnp.int32), shape[:2])
     causal, blocks = jax.jit(causal_attention), jax.jit(blocked_attention)
     masked, masked_blocks = jax.jit(masked_attention), jax.jit(blocked_masked_attention)
     return {
@@ -132,14 +133,14 @@ def attentions(s: Settings, config: LlamaConfig) -> dict[str, tuple[float, float
             median(lambda: blocks(q, k, v).block_until_ready(), s.rounds),
         ),
         "masked attention": (
-            median(lambda: masked(q, k, v, at, ends, at).block_until_ready(), s.rounds),
-            median(lambda: masked_blocks(q, k, v, at, ends, at).block_until_ready(), s.rounds),
+            median(lambda: masked(q, k, v, positions, ends, positions).block_until_ready(), s.rounds),
+            median(lambda: masked_blocks(q, k, v, positions, ends, positions).block_until_ready(), s.rounds),
         ),
     }
 
 
-def of_torch(s: Settings, config: LlamaConfig, tokens: np.ndarray) -> dict[str, float]:
-    """Seconds of transformers' model of the same shape, with random weights of its own."""
+def torch_seconds(s: Settings, config: LlamaConfig, tokens: np.ndarray) -> dict[str, float]:
+    """Seconds of transformers' model of the same shape, with its own random weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -172,7 +173,7 @@ def of_torch(s: Settings, config: LlamaConfig, tokens: np.ndarray) -> dict[str, 
 
 
 def median(run: Callable[[], Any], rounds: int) -> float:
-    """Seconds of a run, the median, after one that does not count."""
+    """The median seconds of a run, after one warm-up."""
     run()
     seconds = []
     for _ in range(rounds):

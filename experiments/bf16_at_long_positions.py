@@ -1,10 +1,10 @@
-"""Does bfloat16 stay as good as float32 far into a text? Argmax agreement by position.
+"""Does bfloat16 stay as accurate as float32 far into a text? Argmax agreement by position.
 
     python experiments/bf16_at_long_positions.py --model smollm2-135m-instruct --num-tokens 8000
 
-The text is the package's own source code, or a file (`--text`). A prediction counts where float32 prefers its best token by
-more than `--margin` (logits): closer than that, either is right. Rotation in 16 bits would show as agreement that falls with
-the position.
+The text is the package's own source code, or a file (`--text`). A prediction counts if float32 prefers its best token by more
+than `--margin` (logits); below that, either token is right. Rotation in 16 bits would show as agreement that falls with the
+position.
 """
 
 import json
@@ -42,11 +42,11 @@ class Settings:
 
 
 def best_two(model: Llama, tokens: list[int], chunk: int = 500) -> tuple[np.ndarray, np.ndarray]:
-    """The most likely token at each position, and how far its logit is above the second's."""
+    """The most likely token at each position, and the margin of its logit over the second's."""
     table = model.config.rope_table(len(tokens))
     hidden = jax.jit(hidden_states)(model, jnp.array([tokens], jnp.int32), table)[0]
     top = jax.jit(lambda model, hidden: jax.lax.top_k(output_logits(model, hidden), 2))
-    values, ids = zip(*(top(model, hidden[at : at + chunk]) for at in range(0, len(tokens), chunk)), strict=True)
+    values, ids = zip(*(top(model, hidden[start : start + chunk]) for start in range(0, len(tokens), chunk)), strict=True)
     values, ids = np.concatenate(values), np.concatenate(ids)
     return ids[:, 0], values[:, 0] - values[:, 1]
 

@@ -1,14 +1,14 @@
 """Ways to give a model n new numbers in each layer: `CONTROLS[name](model, its table, values) -> (model, table)`.
 
-    rotary       the layer's positions are divided by them, one for each frequency band: our method
-    temperature  the layer's attention logits are multiplied by them: by one, or each band's contribution to q . k by one
-    both         the first half of them are rotary factors, the other half temperatures
-    norm_gain    the channels of the layer's norm before attention are multiplied by them, in n equal blocks
-    adapter      the layer's query weights W get + sum_i c_i u_i v_i^T |W|, with fixed random unit vectors u_i and v_i
+    rotary       divide the layer's positions, one value per frequency band: our method
+    temperature  multiply the layer's attention logits, by one value, or each band's part of q . k by one
+    both         the first half are rotary factors, the second half temperatures
+    norm_gain    multiply the channels of the layer's norm before attention, in n equal blocks
+    adapter      add sum_i c_i u_i v_i^T |W| to the layer's query weights W, with fixed random unit vectors u_i and v_i
 
-At `START` the model is as it was, to the bit. All can be differentiated in the values and traced.
+At `START` the model is unchanged, bit for bit. All are differentiable in the values, which may be traced.
 
-Letters: L layers, n numbers a layer, R rotated part of a head dim D, E embedding, H heads.
+Letters: L layers, n numbers per layer, R rotated part of a head dim D, E embedding, H heads.
 """
 
 from collections.abc import Callable
@@ -34,24 +34,24 @@ def rotary(model: Llama, own: RopeTable, values: Float[Array, "L n"]) -> Applied
 
 
 def temperature(model: Llama, own: RopeTable, values: Float[Array, "L n"]) -> Applied:
-    """Each layer's attention logits times its value; with n of them, band b's part of q . k times value b.
+    """Each layer's attention logits times its value; with n values, band b's part of q . k times value b.
 
-    The queries are what is scaled: their norm where they have one, which is behind the weights, else weights and bias. Dims i
-    and i + R/2 turn together and have the same band; dims that are not rotated are scaled with n = 1 alone.
+    The queries are scaled: their norm if they have one, because it comes after the weights, else weights and bias. Dimensions i
+    and i + R/2 rotate together and share a band. Dimensions that are not rotated are scaled only for n = 1.
     """
     config = model.config
     half, bands = config.rotary_dim // 2, values.shape[1]
     if half % bands:
         raise UserError(f"--counts {bands} must divide the {half} frequencies of a head")
-    of_pairs = jnp.repeat(values, half // bands, axis=1)
-    of_head = gains_of_head(of_pairs[:, None], config.head_dim)  # [L, 1, D], 1 where nothing is rotated
+    by_pair = jnp.repeat(values, half // bands, axis=1)
+    by_channel = gains_of_head(by_pair[:, None], config.head_dim)  # [L, 1, D], 1 where nothing is rotated
     if bands == 1:
-        of_head = jnp.broadcast_to(values[:, :, None], of_head.shape)
-    return multiplied(model, by_tensor(of_head, config)), own
+        by_channel = jnp.broadcast_to(values[:, :, None], by_channel.shape)
+    return multiplied(model, by_tensor(by_channel, config)), own
 
 
 def both(model: Llama, own: RopeTable, values: Float[Array, "L n"]) -> Applied:
-    """`rotary` with the first n/2 values of a layer and `temperature` with the others."""
+    """`rotary` with the first n/2 values of a layer and `temperature` with the rest."""
     if values.shape[1] % 2:
         raise UserError(f"--counts {values.shape[1]} must be even for `both`: half are factors, half are temperatures")
     factors, temperatures = jnp.split(values, 2, axis=1)

@@ -1,4 +1,4 @@
-"""Is it positions that are repaired? Other ways to give a model as few new numbers, on the same examples, steps and rate.
+"""Are positions repaired? Other ways to give a model equally few new numbers, on the same examples, steps and rate.
 
     python experiments/controls.py --model smollm2-135m-instruct --num-pairs 5 10 20 --other-pairs 15 30 \\
         --other-key-lengths 8 --num-sentences 40 --data nq-open-oracle.jsonl.gz --text FILE --text-weight 3
@@ -6,22 +6,23 @@
     python experiments/controls.py --model smollm2-135m-instruct --mixture mixtures/smollm2.toml --counts 32 \\
         --text KNOWN.txt OTHER.txt --text-window 2048 8192 --text-weight 20 --oracle --data nq-open-oracle.jsonl.gz
 
-Every control of `control_parameters.py` has n numbers in each layer, n from `--counts`: 1 as factors of layers have it, 8 as
-factors of eight frequency bands. They are rotary factors (our method), temperatures of the attention, half of both, gains of
-the norm before it, and the coefficients of a low-rank adapter of the query weights. All but the last start at 1 and stay in the
-same box, the adapter's start at 0 and stay within --max-factor - 1 of it. All minimise -log p of the answers to key-value
-questions, or to those of a `--mixture`, by the same Adam (`search.gradient.descend`) on the same minibatches; with several
-`--learning-rates` each takes the one with the lowest loss on the search questions that are held back. The control without a
-number is the forced opener against the plain prompt.
+Every control of `control_parameters.py` has n numbers per layer, n from `--counts`: 1 corresponds to factors per layer, 8 to
+factors of eight frequency bands. The controls are rotary factors (our method), attention temperatures, half of both, gains of
+the norm before attention, and the coefficients of a low-rank adapter of the query weights. All but the last start at 1 and have
+the same bounds; the adapter's start at 0 and stay within --max-factor - 1 of it. All minimise -log p of the answers to
+key-value questions, or to those of a `--mixture`, with the same Adam (`search.gradient.descend`) on the same minibatches. With
+several `--learning-rates`, each control uses the one with the lowest loss on the held-back search questions. The control
+without numbers is the forced opener against the plain prompt.
 
-What was learnt is then measured on other questions: by position, at other lengths, with other keys, on other tasks, and on
-plain text (`transfer.py`, whose targets these are). The last tables say what of it is position repair: `reading` goes by a
-fixed rule, and rotary factors are set against the best control with as many numbers.
+The result is measured on other questions: by position, at other lengths, with other keys, on other tasks, and on plain text
+(the targets of `transfer.py`). The last tables judge how much of the gain is position repair: `reading` applies a fixed rule,
+and rotary factors are compared with the best control that has equally many numbers.
 
-One JSON a control, count and seed: what is there is not run again, and `--part i/n` runs every n-th. A last call without it
-writes tables.md and summary.json; what is learnt in the RoPE table is left as factors.json files for `transfer.py`.
+Each control, count and seed writes one JSON file; existing ones are not run again, and `--part i/n` runs every n-th. A last
+call without `--part` writes tables.md and summary.json. Controls in the RoPE table also leave factors.json files for
+`transfer.py`.
 
-Letters: N prompts, L layers, n numbers a layer, E embedding, D head dim, Q questions, S positions.
+Letters: N prompts, L layers, n numbers per layer, E embedding, D head dim, Q questions, S positions.
 """
 
 import math
@@ -42,7 +43,7 @@ from transfer import TargetFlags, compare, is_text, load_cell, measure, settings
 
 from lpes_jax.errors import UserError
 from lpes_jax.evaluation import BASELINE, PLAIN, Candidate, environment, slots_of
-from lpes_jax.factors import LayerFactors, write_json
+from lpes_jax.factors import LayerFactors
 from lpes_jax.models.llama import Loaded, load
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.rope import Granularity
@@ -57,31 +58,32 @@ from lpes_jax.search.settings import scaled_layers, search_space
 from lpes_jax.settings.groups import TaskSettings
 from lpes_jax.settings.search import GradientSettings, SearchSettings, TextSettings
 from lpes_jax.statistics import paired_permutation_test
+from lpes_jax.store.files import write_json
 from lpes_jax.tasks import make_task
 from lpes_jax.tasks import prompts as task_prompts
 from lpes_jax.tasks.prompts import Task
 
-LEVEL = 0.05  # of `reading`, shared out over the targets that were not searched on
+LEVEL = 0.05  # of `reading`, divided among the targets that were not searched on
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(TargetFlags):
-    """Which model and controls, how they learn, and on what they are measured."""
+    """The model and controls, how they are trained, and on what they are measured."""
 
     output_path: Path = Path("runs/controls")
-    """Folder of the cells, of tables.md and summary.json."""
+    """Folder of the cells, tables.md and summary.json."""
     model: str = "smollm2-135m-instruct"
     """A name in models/zoo, a folder in Hugging Face layout, a .gguf file, or a Hugging Face hub id."""
     controls: tuple[Control, ...] = ("rotary", "temperature", "norm_gain", "adapter")
-    """Which to run."""
+    """The controls to run."""
     mixture: Path | None = None
     """A mixture of tasks to search on, in place of kv with --num-pairs (lpes_jax/search/mixture.py)."""
     data_folder: Path | None = None
-    """Where the paths in --mixture start from (default: its own folder)."""
+    """Base folder of the paths in --mixture (default: the mixture's folder)."""
     counts: tuple[int, ...] = (1, 8)
-    """Numbers a layer."""
+    """Numbers per layer."""
     other_pairs: tuple[int, ...] = ()
-    """kv: more targets, of lengths that are not searched on (--num-pairs are)."""
+    """kv: more targets, of lengths that are not searched on (--num-pairs are searched)."""
     limit: int = 100
     """Search examples of each length; each is used at every search position."""
     search_positions: tuple[int, ...] = (0, 50, 100)
@@ -91,37 +93,37 @@ class Settings(TargetFlags):
     steps: int = 200
     """Steps of Adam."""
     learning_rates: tuple[float, ...] = (0.03,)
-    """At the start, falling along a cosine."""
+    """Initial rates; they decay along a cosine."""
     minibatch_size: int = 24
-    """Prompts a step, of each length."""
+    """Prompts of each length per step."""
     validation_share: float = 0.25
-    """Share of the search examples that the best step is chosen on."""
+    """Share of the search examples on which the best step is chosen."""
     look_every: int = 10
-    """Steps between two looks at these."""
+    """Steps between two validations on these."""
     min_factor: float = 0.5
     """Lowest factor, temperature and gain."""
     max_factor: float = 2.0
     """Highest."""
     text_weight: float = 0.0
-    """Weight of the loss of plain text (the first --text, or text that the model writes), in nats a token."""
+    """Weight of the loss of plain text (the first --text, or text that the model writes), in nats per token."""
     text_objective: Literal["nll", "kl"] = "nll"
-    """What is kept of plain text (--text-objective of `search`)."""
+    """The loss of plain text, as --text-objective of `search`."""
     text_minibatch: int = 4
-    """Windows of text a step."""
+    """Windows of text per step."""
     search_text_window: tuple[int, ...] = ()
-    """Tokens of these windows, with --mixture (default: the first of --text-window)."""
+    """Tokens of a text window in the search, with --mixture (default: the first of --text-window)."""
     max_text_loss_rise: float | None = None
-    """Refuse steps that raise the loss of held-back text by more, with several --search-text-window in any quarter."""
+    """Maximum allowed rise of held-back text loss; with several --search-text-window, in every quarter."""
     seeds: tuple[int, ...] = (0,)
-    """Each is a run of every control with search examples and minibatches of its own."""
+    """Each seed is a run of every control with its own search examples and minibatches."""
     plain_prompt: bool = True
-    """Measure the prompt without the answer's opener as well."""
+    """Also measure the prompt without the answer's opener."""
 
 
 def main(s: Settings) -> None:
-    """Run what is missing and write the tables."""
+    """Run missing cells and write the tables."""
     if s.data_folder is not None and s.mixture is None:
-        raise UserError("--data-folder is where the paths of --mixture start from; leave it out")
+        raise UserError("--data-folder is the base folder of the paths in --mixture; remove it")
     check_weights(s.weights, s.search_positions)
     used = settings_record(s, "controls", "counts", "seeds", "plain_prompt")
     targets = targets_of(replace(s, num_pairs=(*s.num_pairs, *s.other_pairs)))
@@ -149,12 +151,12 @@ def main(s: Settings) -> None:
             values, record["training"] = train(s, loaded, control, count, seed)
             found = as_factors(control, values)
             if found is not None:
-                record_of_search = {
+                origin = {
                     "model": loaded.identity,
                     "rope": loaded.model.config.rope.to_hf(),
                     "search": used | {"seed": seed},
                 }
-                found = replace(found, **record_of_search)
+                found = replace(found, **origin)
                 found.save(s.output_path / f"{name}.factors.json")
             model = loaded.model
             if found is None:
@@ -176,9 +178,9 @@ def main(s: Settings) -> None:
 
 
 def as_factors(control: Control, values: Float[np.ndarray, "L n"]) -> LayerFactors | None:
-    """Factors and gains of the RoPE table, as a factors.json has them; None for a control that changes the weights otherwise.
+    """The values as factors and gains of the RoPE table; None for a control that changes the weights in another way.
 
-    One gain a layer also scales what is not rotated in `control_parameters.temperature`, and does not here.
+    A single gain per layer also scales unrotated elements in `control_parameters.temperature`, but not here.
     """
     if control not in ("rotary", "temperature", "both"):
         return None
@@ -196,7 +198,7 @@ def as_factors(control: Control, values: Float[np.ndarray, "L n"]) -> LayerFacto
 def train(
     s: Settings, loaded: Loaded, control: Control, count: int, seed: int
 ) -> tuple[Float[np.ndarray, "L n"], dict[str, Any]]:
-    """The values that a control learnt, and how: of the learning rates, the one that did best on what was held back."""
+    """Train a control. Returns its values and a record, for the learning rate with the lowest held-back loss."""
     started, start = time.time(), START[control]
     learnt_from, held_back, longest = _data(s, loaded, seed)
     config = loaded.model.config
@@ -234,7 +236,7 @@ def train(
             text,
             project=project,
             seed=seed,
-            on_look=lambda look, _, looks=looks: looks.append(look),
+            on_look=lambda reached, _, looks=looks: looks.append(reached),
         )
     chosen = min(best, key=lambda rate: best[rate].loss)
     values = np.asarray(best[chosen].parameters, np.float64)
@@ -265,12 +267,16 @@ def train(
 def reading(
     figures: Mapping[str, Mapping[str, Any]], gains: Mapping[str, float], searched: Sequence[str]
 ) -> tuple[str, list[str], list[str]]:
-    """What a control did, by a rule that was fixed before, and the targets that were not searched on and gained or lost.
+    """Judge a control by a rule that was fixed in advance; also returns the unsearched targets that gained, and that lost.
 
-    `figures` of each target (`compare`), `gains` of the searched ones together (`middle_against_ends`). "no gain": none that is
-    significant on the searched targets. "task tuning": there is, but the middle gained no more than the ends. "position repair,
-    of this task": it did. "position repair": and so did a target that was not searched on, while none lost. Those are tested at
-    0.05 / their number.
+    "no gain": no significant gain on the searched targets. "task tuning": a gain, but not a larger one in the middle than at
+    the ends. "position repair, of this task": a larger one in the middle. "position repair": in addition, an unsearched target
+    gained and none lost. Unsearched targets are tested at 0.05 / their number.
+
+    Args:
+        figures: The comparison (`compare`) of each target.
+        gains: Those of the searched targets together (`middle_against_ends`).
+        searched: The titles of the searched targets.
     """
     unseen = [title for title in figures if title not in searched and not is_text(title)]
     sure = [title for title in unseen if figures[title]["p"] < LEVEL / len(unseen)]
@@ -286,14 +292,14 @@ def reading(
 def middle_against_ends(
     ours: Float[np.ndarray, "Q S"], baseline: Float[np.ndarray, "Q S"], positions: Sequence[int]
 ) -> dict[str, float]:
-    """Gain of the positions between 0 and 100 %, gain of these two, p of their difference, and each as share of the errors.
+    """The gain between 0 and 100 %, the gain at these two positions, p of their difference, and both as shares of the errors.
 
-    Where the baseline is nearly always right there is little to gain: that is what the shares are for.
+    If the baseline is almost always right, only a small gain is possible; the shares account for that.
     """
     ends = np.array([position in (0, 100) for position in positions])
     if ends.all() or not ends.any():
         raise UserError("--positions: give 0 or 100, and others between them")
-    contrast = ((ours - baseline) @ np.where(ends, -1 / ends.sum(), 1 / (~ends).sum())).round(9)[:, None]  # 0 is 0
+    contrast = ((ours - baseline) @ np.where(ends, -1 / ends.sum(), 1 / (~ends).sum())).round(9)[:, None]  # exact zeros
     gains = {"middle": (ours - baseline)[:, ~ends], "ends": (ours - baseline)[:, ends]}
     errors = {"middle": 1 - baseline[:, ~ends].mean(), "ends": 1 - baseline[:, ends].mean()}
     shares = {f"{where}_share": float(gains[where].mean() / error) if error else 0.0 for where, error in errors.items()}
@@ -307,32 +313,32 @@ def middle_against_ends(
 
 
 def _data(s: Settings, loaded: Loaded, seed: int) -> tuple[Data, Data, int]:
-    """Search prompts of each length and text, what is held back of both (the last ones), and the tokens of the longest."""
+    """Search prompts of each length and text, the held-back part of both (the last ones), and the longest prompt's tokens."""
     if s.mixture is not None:
         return _data_of_mixture(s, loaded, seed)
     learnt_from, held_back, longest = [], [], 0
     for pairs in s.num_pairs:
         task = make_task("kv", num_pairs=pairs, key_length=s.key_length)
-        places = slots_of(task, s.search_positions)
-        prompts = [task.prompt(example, *place) for example in task.examples("search", s.limit, seed) for place in places]
+        slots = slots_of(task, s.search_positions)
+        prompts = [task.prompt(example, *slot) for example in task.examples("search", s.limit, seed) for slot in slots]
         encoded = task_prompts.encode(prompts, loaded.tokenizer, loaded.model.config.max_position_embeddings)
-        border = (s.limit - math.ceil(s.validation_share * s.limit)) * len(places)
+        border = (s.limit - math.ceil(s.validation_share * s.limit)) * len(slots)
         if not 0 < border < len(encoded):
-            raise UserError(f"--limit {s.limit} leaves no question to learn from beside --validation-share; raise it")
+            raise UserError(f"--limit {s.limit} leaves no question to train on besides --validation-share; raise it")
         for part, data in ((encoded[:border], learnt_from), (encoded[border:], held_back)):
-            data.append(pack(part, list(s.weights) * (len(part) // len(places))))
+            data.append(pack(part, list(s.weights) * (len(part) // len(slots))))
         longest = max(longest, *(len(prompt.ids) + max(map(len, prompt.answers)) for prompt in encoded))
     if not s.text_weight:
         return Data(learnt_from), Data(held_back), longest
     windows = jnp.asarray(text_windows(next(iter(s.text), None), loaded.model, loaded.tokenizer, seed, s.text_window[0]))
     border = len(windows) - math.ceil(s.validation_share * len(windows))
     if not border:
-        raise UserError("--text is too short to hold a part back; give more of it")
+        raise UserError("--text is too short to hold a part back; give a longer one")
     return Data(learnt_from, windows[:border]), Data(held_back, windows[border:]), max(longest, windows.shape[1])
 
 
 def _searched(s: Settings, targets: Mapping[str, Task]) -> list[str]:
-    """The titles of the targets whose kind of question was searched on (by other questions)."""
+    """The titles of the targets whose kind of question was searched on (with other questions)."""
     if s.mixture is None:
         return list(targets)[: len(s.num_pairs)]
     mixture = mixture_of(TaskSettings(mixture=s.mixture, data_folder=s.data_folder), s.limit, s.test_limit)
@@ -346,7 +352,7 @@ def _searched(s: Settings, targets: Mapping[str, Task]) -> list[str]:
 
 
 def _data_of_mixture(s: Settings, loaded: Loaded, seed: int) -> tuple[Data, Data, int]:
-    """The same of a mixture, as `search --mixture --algorithm gradient` has them."""
+    """The same for a mixture, as in `search --mixture --algorithm gradient`."""
     settings = SearchSettings.of(
         mixture=s.mixture,
         data_folder=s.data_folder,
@@ -366,11 +372,11 @@ def _data_of_mixture(s: Settings, loaded: Loaded, seed: int) -> tuple[Data, Data
     mixture = mixture_of(settings.task, s.limit, s.test_limit)
     assert mixture is not None
     config, tokenizer, prompts = loaded.model.config, loaded.tokenizer, []
-    places = [slots_of(task, s.search_positions if task.num_items > 1 else (0,)) for task in mixture.tasks]
-    for part, of_task in zip(mixture.parts, places, strict=True):
+    slots = [slots_of(task, s.search_positions if task.num_items > 1 else (0,)) for task in mixture.tasks]
+    for part, task_slots in zip(mixture.parts, slots, strict=True):
         examples = part.task.examples("search", part.limit, seed)
-        prompts.append(search_prompts(settings, config, part.task, tokenizer, examples, of_task, Counter()))
-    groups = groups_of(mixture.titles, mixture.weights, places, prompts, s.weights)
+        prompts.append(search_prompts(settings, config, part.task, tokenizer, examples, task_slots, Counter()))
+    groups = groups_of(mixture.titles, mixture.weights, slots, prompts, s.weights)
     descent = Gradient(settings, search_space(settings, config, scaled_layers(settings, config.num_layers)))
     return descent.data(loaded.model, tokenizer, prompts, groups, s.weights)
 
@@ -385,18 +391,19 @@ def _report(
 ) -> None:
     searched, baseline = targets[: len(s.num_pairs)], scores[BASELINE]
     figures = {
-        name: {title: compare(values, baseline[title]) for title, values in of_name.items()}
-        for name, of_name in scores.items()
+        name: {title: compare(values, baseline[title]) for title, values in by_target.items()}
+        for name, by_target in scores.items()
         if name != BASELINE
     }
     parts = [_about(s)]
     header = ["", "numbers", *(f"{position} %" for position in s.positions), "mean", "gain", "p"]
     for title in searched:
         rows = []
-        for name, of_name in scores.items():
-            at = [f"{100 * value:.1f}" for value in of_name[title].mean(axis=0)]
+        for name, by_target in scores.items():
+            accuracy = [f"{100 * value:.1f}" for value in by_target[title].mean(axis=0)]
             against = ["-", "-"] if name == BASELINE else show(figures[name][title], title)[2:]
-            rows.append([_label(name), str(parameters.get(name, 0)), *at, f"{100 * of_name[title].mean():.1f}", *against])
+            mean = f"{100 * by_target[title].mean():.1f}"
+            rows.append([_label(name), str(parameters.get(name, 0)), *accuracy, mean, *against])
         parts.append(f"## {title}: accuracy by position\n\n{markdown_table(header, rows)}")
 
     shown = [title for title in baseline if title not in searched]
@@ -410,18 +417,21 @@ def _report(
 
     rows, readings = [], {}
     for name in parameters:
-        ours, base = (np.mean([of[title] for title in searched], axis=0) for of in (scores[name], baseline))
+        ours, base = (np.mean([values[title] for title in searched], axis=0) for values in (scores[name], baseline))
         gains = middle_against_ends(ours, base, s.positions)
-        name_of_it, gained, lost = reading(figures[name], gains, seen)
-        readings[name] = gains | {"reading": name_of_it, "gained": gained, "lost": lost}
-        of_errors = [f"{100 * gains[where]:+.1f} ({100 * gains[f'{where}_share']:.0f} %)" for where in ("middle", "ends")]
-        rows.append([name, *of_errors, show_p(gains["p"]), ", ".join(gained) or "-", ", ".join(lost) or "-", name_of_it])
+        verdict, gained, lost = reading(figures[name], gains, seen)
+        readings[name] = gains | {"reading": verdict, "gained": gained, "lost": lost}
+        errors = [f"{100 * gains[where]:+.1f} ({100 * gains[f'{where}_share']:.0f} %)" for where in ("middle", "ends")]
+        rows.append([name, *errors, show_p(gains["p"]), ", ".join(gained) or "-", ", ".join(lost) or "-", verdict])
     header = ["", "middle (of its errors)", "ends (of theirs)", "p", "unseen gained", "unseen lost", "reading"]
     parts.append(f"## Position repair or task tuning\n\n{_RULE}\n\n{markdown_table(header, rows)}")
     against = _against_controls(s, scores, list(baseline))
     if against:
         header = ["", *baseline]
-        rows = [[name, *(", p ".join(show(of[title], title)[2:]) for title in header[1:])] for name, of in against.items()]
+        rows = [
+            [name, *(", p ".join(show(compared[title], title)[2:]) for title in header[1:])]
+            for name, compared in against.items()
+        ]
         parts.append(f"## Rotary factors less the best control with as many numbers\n\n{markdown_table(header, rows)}")
     summary = {
         "figures": figures,
@@ -436,7 +446,7 @@ def _report(
 def _against_controls(
     s: Settings, scores: Mapping[str, Mapping[str, Float[np.ndarray, "Q S"]]], titles: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
-    """Rotary factors against the control that has most on the searched questions, held out: the choice favours the control."""
+    """Rotary factors against the best control on the searched (held-out) questions; this choice favours the control."""
     searched, against = titles[: len(s.num_pairs)], {}
     for count in s.counts:
         others = [f"{control}, {count} a layer" for control in s.controls if control != "rotary"]
@@ -453,16 +463,16 @@ def _about(s: Settings) -> str:
         f"{Path(s.model).name}, searched on {searched}, {s.limit} examples of each, "
         f"{s.steps} steps of {s.minibatch_size} prompts, learning rates {' '.join(map(str, s.learning_rates))}, text weight "
         f"{s.text_weight:g}, seeds {' '.join(map(str, s.seeds))} (scores are means over them); {s.test_limit} held-out "
-        "questions a target. Accuracy in percent, gains in points over the baseline, text in nats a token, where less is "
-        "better. p: paired permutation over questions.\n"
+        "questions per target. Accuracy in percent, gains in points over the baseline, text in nats per token (less is "
+        "better). p: paired permutation over questions.\n"
     )
 
 
 _RULE = (
-    "On the searched lengths together: gain of the positions in the middle and of 0 and 100 %, beside it as share of the "
-    "baseline's errors there, p of the difference of the two gains. No gain: no significant one on the searched lengths. Task "
-    "tuning: the middle gains no more than the ends. Position repair of this task: it gains more. Position repair: more, and a "
-    f"target that was not searched on gains and none loses, at {LEVEL} / their number."
+    "On the searched lengths together: gain in the middle and at 0 and 100 %, with its share of the baseline's errors there, "
+    "and p of the difference of the two gains. No gain: no significant gain on the searched lengths. Task tuning: the middle "
+    "gains no more than the ends. Position repair of this task: the middle gains more. Position repair: in addition, an "
+    f"unsearched target gains and none loses, at {LEVEL} / their number."
 )
 
 
@@ -475,7 +485,7 @@ def _level(values: Float[np.ndarray, "Q S"], title: str) -> str:
 
 
 def _mean_scores(records: Sequence[Mapping[str, Any]]) -> dict[str, Float[np.ndarray, "Q S"]]:
-    """The scores of each target, of several seeds their mean: the questions are the same."""
+    """The scores of each target, averaged over seeds, which share the questions."""
     titles = records[0]["targets"]
     return {title: np.mean([record["targets"][title]["scores"] for record in records], axis=0) for title in titles}
 

@@ -1,21 +1,21 @@
-"""Perplexity by position beyond the window: position interpolation and dynamic NTK, uniform and layer by layer.
+"""Perplexity by position beyond the window: position interpolation and dynamic NTK, uniform and per layer.
 
     python experiments/extrapolation.py --factors RUN/factors.json --data-folder DATA --stretch 2 4 --limit 8
 
 Texts are the documents of ZeroSCROLLS, L-Eval and QMSum files below --data-folder, joined in the file's order, and plain .txt
-files; they are cut into windows of --stretch times the model's own. Measured are, on the same windows,
+files. They are cut into windows of --stretch times the model's own. On the same windows, the script measures
 
-    baseline          the model as it is
+    baseline          the plain model
     PI                all positions divided by the stretch
-    PI, mean          and by the mean of the found factors
-    LPES, PI          and by the found factor of each layer (bands and groups as they were found)
+    PI, mean          the same, and divided by the mean of the found factors
+    LPES, PI          the same as PI, and divided by the found factor of each layer (bands and groups as found)
     dynamic           dynamic NTK, a larger base beyond the window, with --dynamic-factor
-    dynamic, mean     and positions divided by the mean of the found factors
-    LPES, dynamic     and by the found factor of each layer
+    dynamic, mean     the same, with positions divided by the mean of the found factors
+    LPES, dynamic     the same as dynamic, with positions divided by the found factor of each layer
 
-so each layer-specific row has a uniform one with the same mean: their difference, in nats a token beyond the window, is what
-layers add. One JSON a text and stretch: what is there is not measured again, and `--part i/n` measures every n-th. A last call
-without it writes tables.md, summary.json and a picture of each.
+Each layer-specific row has a uniform row with the same mean. Their difference, in nats per token beyond the window, is the
+effect of per-layer factors. Each text and stretch write one JSON file; existing ones are not measured again, and `--part i/n`
+measures every n-th. A last call without `--part` writes tables.md, summary.json and a plot of each.
 
 Letters: W windows, S bins of positions, T tokens.
 """
@@ -37,11 +37,12 @@ from transfer import compare, load_cell
 from lpes_jax.errors import UserError
 from lpes_jax.evaluate.perplexity import text_nlls
 from lpes_jax.evaluation import BASELINE, Candidate, environment
-from lpes_jax.factors import LayerFactors, write_json
+from lpes_jax.factors import LayerFactors
 from lpes_jax.methods.tables import dynamic_ntk, lpes, position_interpolation
 from lpes_jax.models.llama import Loaded, load
 from lpes_jax.report.plots import BASELINE as GREY
 from lpes_jax.report.plots import FOUND, OTHERS, plain, save
+from lpes_jax.store.files import write_json
 from lpes_jax.tasks import make_task
 from lpes_jax.tasks.data import content_id
 from lpes_jax.tasks.perplexity import Window, slide
@@ -54,32 +55,32 @@ NO_TEXT = ("book_sum_sort",)  # summaries in a random order
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Which model, factors and texts, how far."""
+    """The model, the factors, the texts, and how far."""
 
     factors: Path
     """factors.json of a search inside the window."""
     data_folder: Path
-    """Where files with documents lie, in folders of any depth."""
+    """Folder of files with documents, at any depth."""
     output_path: Path = Path("runs/extrapolation")
-    """Folder of the cells, of tables.md, summary.json and the pictures."""
+    """Folder of the cells, tables.md, summary.json and the plots."""
     model: str = "smollm2-135m-instruct"
     """A name in models/zoo, a folder in Hugging Face layout, a .gguf file, or a Hugging Face hub id."""
     stretch: tuple[int, ...] = (2,)
-    """Windows are so many times the model's own."""
+    """Lengths of windows, in multiples of the model's own."""
     dynamic_factor: float = 2.0
-    """Of dynamic NTK."""
+    """The factor of dynamic NTK."""
     limit: int = 8
-    """Windows of each text, evenly spread over it."""
+    """Windows of each text, evenly spaced."""
     bins_inside: int = 4
-    """Bins of positions in the model's own window; beyond it they are as wide."""
+    """Bins of positions in the model's own window; bins beyond it have the same width."""
     texts: tuple[str, ...] = ()
     """Texts to measure, by the names in the table (default: all)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on a GPU, float32 on a CPU."""
     batch_size: int = 1
-    """Windows a forward pass."""
+    """Windows per forward pass."""
     part: str = "0/1"
-    """i/n: measure the cells i, i + n, ... alone (from 0), and write no tables."""
+    """i/n: measure only the cells i, i + n, ... (from 0), and write no tables."""
 
 
 def texts_of(folder: Path) -> dict[str, str]:
@@ -97,13 +98,13 @@ def texts_of(folder: Path) -> dict[str, str]:
 
 
 def windows_of(text: str, tokenizer: Any, length: int, limit: int) -> list[Window]:
-    """`limit` windows (or all there are) of `length` tokens, at even distances, a BOS of the tokenizer's before each."""
+    """`limit` windows (or all) of `length` tokens, evenly spaced, each after the tokenizer's BOS, if any."""
     [ids] = token_ids(tokenizer, [text])
     bos = getattr(tokenizer, "bos_token_id", None)
     begin = [bos] if bos is not None and ids[:1] == [bos] else []
     everything = slide(ids[len(begin) :], length, length, begin)
     count = min(limit, len(everything))
-    return [everything[at * len(everything) // count] for at in range(count)]
+    return [everything[index * len(everything) // count] for index in range(count)]
 
 
 def candidates_of(found: LayerFactors, stretch: int, dynamic_factor: float) -> list[Candidate]:
@@ -121,7 +122,7 @@ def candidates_of(found: LayerFactors, stretch: int, dynamic_factor: float) -> l
 
 
 def binned(windows: Sequence[Window], nlls: Sequence[Float[np.ndarray, "T"]], width: int) -> Float[np.ndarray, "W S"]:
-    """Nats a token in each bin of `width` positions of each window."""
+    """Nats per token in each bin of `width` positions of each window."""
     starts = range(0, len(windows[0].ids), width)
     return np.array(
         [
@@ -132,7 +133,7 @@ def binned(windows: Sequence[Window], nlls: Sequence[Float[np.ndarray, "T"]], wi
 
 
 def measure(s: Settings, loaded: Loaded, text: str, found: LayerFactors, stretch: int) -> dict[str, Any]:
-    """Every candidate's nats a token by window and bin; of none where the text has no window of this length."""
+    """Every candidate's nats per token by window and bin; none if the text has no window of this length."""
     window = loaded.model.config.max_position_embeddings
     windows, width, nats = windows_of(text, loaded.tokenizer, stretch * window, s.limit), window // s.bins_inside, {}
     for candidate in candidates_of(found, stretch, s.dynamic_factor) if windows else []:
@@ -143,7 +144,7 @@ def measure(s: Settings, loaded: Loaded, text: str, found: LayerFactors, stretch
 
 
 def main(s: Settings) -> None:
-    """Measure what is missing, write the tables and draw."""
+    """Measure missing cells, write the tables and draw the plots."""
     if s.limit < 1 or s.bins_inside < 1 or not s.stretch or min(s.stretch) < 2:
         raise UserError("--limit and --bins-inside must be at least 1, --stretch 2 or more")
     if not s.data_folder.is_dir():
@@ -204,19 +205,20 @@ def main(s: Settings) -> None:
 def tables(
     nats: Mapping[str, Float[np.ndarray, "W S"]], width: int, inside: int, pairs: Mapping[str, Mapping[str, Any]]
 ) -> list[str]:
-    """Perplexity by bin, inside and beyond the window; and what layers add."""
+    """Perplexity by bin, inside and beyond the window, and the effect of per-layer factors."""
     rows = []
     for method, values in nats.items():
         within, beyond = values[:, :inside].mean(), values[:, inside:].mean()
         rows.append([method, *(f"{np.exp(value):.2f}" for value in [*values.mean(axis=0), within, beyond])])
-    starts = [str(width * at) for at in range(next(iter(nats.values())).shape[1])]
+    starts = [str(width * index) for index in range(next(iter(nats.values())).shape[1])]
     differences = [
         [
             pair,
-            f"{it['difference']:+.4f}" + ("" if it["standard_error"] is None else f" ± {it['standard_error']:.4f}"),
-            show_p(it["p"]),
+            f"{difference['difference']:+.4f}"
+            + ("" if difference["standard_error"] is None else f" ± {difference['standard_error']:.4f}"),
+            show_p(difference["p"]),
         ]
-        for pair, it in pairs.items()
+        for pair, difference in pairs.items()
     ]
     header = ["perplexity", *starts, "inside", "beyond"]
     return [markdown_table(header, rows), markdown_table(["layers - uniform", "nats a token", "p"], differences)]
@@ -230,8 +232,8 @@ def _draw(stem: Path, nats: Mapping[str, Float[np.ndarray, "W S"]], width: int, 
         kind = next(kind for kind in ("baseline", "dynamic", "PI") if kind in method)
         style = "-" if "LPES" in method else "--" if "mean" in method else ":" if kind != "baseline" else "-"
         colour = FOUND if method == "LPES, PI" else colours[kind]
-        at = width * (np.arange(values.shape[1]) + 0.5)
-        axes.plot(at, np.exp(values.mean(axis=0)), style, color=colour, marker="o", markersize=4, label=method)
+        positions = width * (np.arange(values.shape[1]) + 0.5)
+        axes.plot(positions, np.exp(values.mean(axis=0)), style, color=colour, marker="o", markersize=4, label=method)
     axes.axvline(window, color="black", linewidth=1)
     axes.set(xlabel="position (tokens); the line is the window", ylabel="perplexity", yscale="log")
     axes.set_title(title, loc="left", fontweight="bold", fontsize=9)

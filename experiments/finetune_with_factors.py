@@ -1,11 +1,11 @@
-"""Factors inside a training step of your own: jax, optax and `lj.logits`, a minute of one CPU core.
+"""Factors inside your own training step: jax, optax and `lj.logits`, in a minute on one CPU core.
 
     python experiments/finetune_with_factors.py --output-path runs/finetune
     python experiments/finetune_with_factors.py --train adapter --factors runs/finetune/factors.json --output-path runs/adapter
 
-The first trains one factor a layer on key-value questions and leaves factors.json for the other verbs; the second trains a
-low-rank adapter of the query weights, with found factors in place, and leaves adapter.npz. The loss is -log p of an answer's
-token, in nats; it is shown for other questions before and after.
+The first command trains one factor per layer on key-value questions and writes factors.json for the other verbs. The second
+trains a low-rank adapter of the query weights, with found factors in use, and writes adapter.npz. The loss is -log p of an
+answer's token, in nats, and is shown for other questions before and after.
 
 Letters: B batch, T tokens, L layers, E embedding, Q query width, r rank.
 """
@@ -36,27 +36,27 @@ class Settings:
     model: str = "tiny-retriever"
     """A name in models/zoo, a folder in Hugging Face layout, a .gguf file, or a Hugging Face hub id."""
     train: Literal["factors", "adapter"] = "factors"
-    """Factors of the layers, or an adapter of the queries."""
+    """Factors per layer, or an adapter of the queries."""
     factors: Path | None = None
-    """factors.json, or the zoo's by name, to begin with (default: 1); they may be finer than a layer."""
+    """factors.json, or the zoo's by name, to start from (default: 1); they may be finer than per layer."""
     first_layer: int = 2
-    """Factors of the layers below stay: the first two of tiny-retriever need their positions."""
+    """The first layer whose factor is trained: the first two of tiny-retriever need their positions."""
     num_pairs: int = 36
-    """Pairs of a prompt; those in its middle are asked for."""
+    """Pairs of a prompt; questions ask for those in its middle."""
     key_length: int | None = 8
     """Hexadecimal characters of keys and values (None: UUIDs)."""
     steps: int = 12
     """Steps of Adam."""
     batch_size: int = 4
-    """Questions a step."""
+    """Questions per step."""
     learning_rate: float = 0.2
-    """Of factors; an adapter takes a hundredth."""
+    """Learning rate of factors; an adapter uses a hundredth."""
     output_path: Path = Path("runs/finetune")
-    """Folder of what was learnt."""
+    """Folder of the results."""
 
 
 def loss(parameters: Any, model: lj.Llama, tokens: jax.Array, is_answer: jax.Array, granularity: Granularity) -> jax.Array:
-    """Mean -log p of the answers' tokens, both [B, T], by the model with factors and an adapter [L, E, r] x [L, r, Q]."""
+    """Mean -log p of the answers' tokens, both [B, T], for the model with factors and an adapter [L, E, r] x [L, r, Q]."""
     adapted = jax.tree.map(lambda leaf: leaf, model)  # new modules around the same arrays
     adapted.layers.query = nnx.Param(model.layers.query[...] + parameters["down"] @ parameters["up"])
     logits = lj.logits(adapted, tokens, parameters["factors"], granularity)
@@ -65,7 +65,7 @@ def loss(parameters: Any, model: lj.Llama, tokens: jax.Array, is_answer: jax.Arr
 
 
 def batch(s: Settings, tokenizer: Any, split: Literal["search", "test"], seed: int, count: int) -> tuple[jax.Array, jax.Array]:
-    """Tokens of prompts with their answers, padded on the right, and where the answers stand."""
+    """Tokens of prompts with their answers, padded on the right, and a mask of the answers."""
     task, slots = KeyValue(s.num_pairs, s.key_length), np.linspace(s.num_pairs // 4, 3 * s.num_pairs // 4, count)
     prompts = [task.prompt(e, int(slot)) for e, slot in zip(task.examples(split, count, seed), slots, strict=True)]
     starts, ends = (
@@ -74,13 +74,13 @@ def batch(s: Settings, tokenizer: Any, split: Literal["search", "test"], seed: i
     pairs = list(zip(starts["input_ids"], ends["input_ids"], strict=True))
     longest = -(-max(len(start + end) for start, end in pairs) // 64) * 64  # few lengths, few compilations
     tokens = [start + end + [0] * (longest - len(start + end)) for start, end in pairs]
-    at = np.arange(longest)
-    is_answer = [(at >= len(start)) & (at < len(start + end)) for start, end in pairs]
+    positions = np.arange(longest)
+    is_answer = [(positions >= len(start)) & (positions < len(start + end)) for start, end in pairs]
     return jnp.array(tokens, jnp.int32), jnp.array(is_answer)
 
 
 def main(s: Settings) -> None:
-    """Train, and say what it changed."""
+    """Train, and print the change."""
     model, tokenizer = lj.load_model(s.model, "float32"), lj.load_tokenizer(s.model)
     config = model.config
     found = lj.LayerFactors.uniform(1.0, config.num_layers) if s.factors is None else lj.LayerFactors.load(s.factors)

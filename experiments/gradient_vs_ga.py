@@ -1,6 +1,6 @@
-"""Table 11's searches and tables: gradient runs with as many steps as a GA's cost pays for, and Appendix C.
+"""Table 11's searches and tables: gradient runs with as many steps as cost the same as a GA, and Appendix C.
 
-What is compared is said in specs/table11_gradient_vs_ga.toml; `python experiments/run_table.py table11` is the command.
+specs/table11_gradient_vs_ga.toml describes the comparison; the command is `python experiments/run_table.py table11`.
 """
 
 from collections.abc import Mapping
@@ -37,18 +37,19 @@ GAS = ("ga_accuracy", "ga_likelihood")
 
 
 def run(spec: Spec, s: Any) -> dict[str, Any]:
-    """Run the searches of the part that are not finished; what summary.json holds of all. A part ends the program."""
+    """Run the unfinished searches of the part; returns the contents of summary.json. A part ends the program."""
     groups = list(product(spec.own["curves"], spec.own["boxes"], s.seeds)) if s.grid else []
     for number, group in enumerate(groups):
         if in_part(number, s.part):
             run_group(spec, s, *group)
     appendix = appendix_cells(spec, s) if s.appendix else {}
-    run_cells({name: it for number, (name, it) in enumerate(appendix.items(), len(groups)) if in_part(number, s.part)}, s)
+    own_part = {name: cell for number, (name, cell) in enumerate(appendix.items(), len(groups)) if in_part(number, s.part)}
+    run_cells(own_part, s)
     records = collect(appendix, s)
     summary: dict[str, Any] = {"paper": spec.paper}
     if groups:
-        summary["grid"], of_grid = grid_summary(spec, s)
-        summary |= provenance(of_grid)
+        summary["grid"], grid_records = grid_summary(spec, s)
+        summary |= provenance(grid_records)
     if appendix:
         loaded = loaded_once(s.model, s.search().devices.dtype)
         summary["appendix"] = {name: appendix_figures(appendix[name], record, loaded) for name, record in records.items()}
@@ -57,7 +58,7 @@ def run(spec: Spec, s: Any) -> dict[str, Any]:
 
 
 def tables(spec: Spec, s: Any, summary: Mapping[str, Any]) -> list[str]:
-    """The tables in Markdown, from what `run` left."""
+    """The tables in Markdown, from the result of `run`."""
     parts = [summary.get("about") or about(spec, s)]
     if "grid" in summary:
         parts.append(grid_table(spec, s, summary["grid"]))
@@ -65,9 +66,9 @@ def tables(spec: Spec, s: Any, summary: Mapping[str, Any]) -> list[str]:
 
 
 def group_cells(spec: Spec, s: Any, curve: str, box: str, seed: int) -> dict[str, SearchSettings]:
-    """The searches of a group whose sizes are known; the others' sizes are the results of these."""
+    """A group's searches of known size; the sizes of its others depend on the results of these."""
     common = s.search(curve=curve, seed=seed, **spec.fixed, **spec.own["boxes"][box]["flags"])
-    others = common.replace(uniform_candidates=1)  # the uniform factor is tuned once a group, in its first search
+    others = common.replace(uniform_candidates=1)  # the uniform factor is tuned once per group, in its first search
     return {
         "ga_accuracy": common.replace(move_x=False),
         "ga_likelihood": others.replace(fitness="log_likelihood", move_x=False),
@@ -76,7 +77,7 @@ def group_cells(spec: Spec, s: Any, curve: str, box: str, seed: int) -> dict[str
 
 
 def run_group(spec: Spec, s: Any, curve: str, box: str, seed: int) -> dict[str, dict[str, Any]]:
-    """Run a group's searches that are not finished, in the order in which they need each other; returns their records."""
+    """Run a group's unfinished searches in the order of their dependencies; returns all of its records."""
     cells, done = group_cells(spec, s, curve, box, seed), {}
 
     def run_one(name: str, settings: SearchSettings) -> None:
@@ -94,12 +95,12 @@ def run_group(spec: Spec, s: Any, curve: str, box: str, seed: int) -> dict[str, 
 
 
 def seconds(record: dict[str, Any]) -> float:
-    """What a search took, with compilation."""
+    """The seconds of a search, including compilation."""
     return record["factors"]["search"]["seconds"]
 
 
 def prompts(s: Any, record: dict[str, Any]) -> float:
-    """Forward passes of one prompt that a search paid for, without the tuning of the uniform factor."""
+    """The cost of a search in forward passes of one prompt, without tuning the uniform factor."""
     search = record["factors"]["search"]
     if search["algorithm"] == "ga":
         return search["evaluations_of_algorithm"] * search["limit"] * len(search["search_positions"])
@@ -108,14 +109,14 @@ def prompts(s: Any, record: dict[str, Any]) -> float:
 
 
 def steps_for_prompts(s: Any, record: dict[str, Any], budget: float) -> int:
-    """Steps of a gradient run like that of the record, with their looks, that cost at most `budget` prompts."""
+    """Steps of a gradient run like the record's, including validations, that cost at most `budget` prompts."""
     search = record["factors"]["search"]
     cost_of_step = search["prompts_a_step"] * s.passes_per_step + search["prompts_a_look"] / search["look_every"]
     return max(1, int((budget - 2 * search["prompts_a_look"]) / cost_of_step))
 
 
 def steps_for_seconds(record: dict[str, Any], budget: float) -> int:
-    """Steps that take `budget` seconds at the pace of a run, whose start and compilations count once."""
+    """Steps that take `budget` seconds at the rate of a run, whose start and compilations count once."""
     looks = record["history"][1:]
     first, last = looks[0], looks[-1]
     if last["step"] == first["step"]:
@@ -125,21 +126,21 @@ def steps_for_seconds(record: dict[str, Any], budget: float) -> int:
 
 
 def grid_summary(spec: Spec, s: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Figures, sizes and paired tests of each curve, box and optimiser, and of the controls; and all records."""
+    """Figures, sizes and paired tests of each curve, box and optimiser, and of the controls; also returns all records."""
     summary, controls, everything = {}, {}, []
-    for curve, (box, it) in product(spec.own["curves"], spec.own["boxes"].items()):
-        of_seeds = [run_group(spec, s, curve, box, seed) for seed in s.seeds]
+    for curve, (box, described) in product(spec.own["curves"], spec.own["boxes"].items()):
+        groups = [run_group(spec, s, curve, box, seed) for seed in s.seeds]
         controls |= {
-            BASELINE: [figures(done["ga_accuracy"], BASELINE) for done in of_seeds],
-            f"{it['title']}: tuned uniform factor": [figures(done["ga_accuracy"], "uniform") for done in of_seeds],
+            BASELINE: [figures(group["ga_accuracy"], BASELINE) for group in groups],
+            f"{described['title']}: tuned uniform factor": [figures(group["ga_accuracy"], "uniform") for group in groups],
         }
-        for name in of_seeds[0]:
-            records = [done[name] for done in of_seeds]
+        for name in groups[0]:
+            records = [group[name] for group in groups]
             against = () if name in GAS else GAS
-            summary[f"{curve}, {it['title']}: {spec.own['optimisers'][name]}"] = {
+            summary[f"{curve}, {described['title']}: {spec.own['optimisers'][name]}"] = {
                 "figures": [figures(record) for record in records],
                 "factors": [record["factors"]["factors"] for record in records],
-                "p_against": {ga: paired(records, [done[ga] for done in of_seeds]) for ga in against},
+                "p_against": {ga: paired(records, [group[ga] for group in groups]) for ga in against},
                 "size": mean([size_of(record) for record in records]),
                 "prompts": mean([prompts(s, record) for record in records]),
                 "seconds": mean([seconds(record) for record in records]),
@@ -149,45 +150,45 @@ def grid_summary(spec: Spec, s: Any) -> tuple[dict[str, Any], list[dict[str, Any
 
 
 def grid_table(spec: Spec, s: Any, summary: Mapping[str, Any]) -> str:
-    """One row for each curve, box and optimiser, with paired tests against the two GAs."""
-    rows = [[*row(title, of_seeds), *["-"] * 5] for title, of_seeds in summary["controls"].items()]
-    for title, it in summary.items():
+    """One row per curve, box and optimiser, with paired tests against the two GAs."""
+    rows = [[*row(title, seeds), *["-"] * 5] for title, seeds in summary["controls"].items()]
+    for title, entry in summary.items():
         if title != "controls":
-            tests = [show_p(it["p_against"][ga]) if ga in it["p_against"] else "-" for ga in GAS]
-            sizes = [f"{it['size']:.0f}", f"{it['prompts'] / 1000:.1f}", f"{it['seconds']:.0f}"]
-            rows.append([*row(title, it["figures"]), *tests, *sizes])
-    rows += [[*it, *["-"] * 5] for it in paper_rows(spec)]
+            tests = [show_p(entry["p_against"][ga]) if ga in entry["p_against"] else "-" for ga in GAS]
+            sizes = [f"{entry['size']:.0f}", f"{entry['prompts'] / 1000:.1f}", f"{entry['seconds']:.0f}"]
+            rows.append([*row(title, entry["figures"]), *tests, *sizes])
+    rows += [[*paper, *["-"] * 5] for paper in paper_rows(spec)]
     positions = summary["controls"][BASELINE][0]["acc_by_position"]
     columns = [*header("", positions)[:-1], "p baseline", "p GA acc.", "p GA log-l.", "size", "1000 prompts", "seconds"]
     explained = (
-        "p GA acc. and p GA log-l.: paired permutation against the two GAs of the same curve, box and seed; question i of all "
-        "seeds is drawn together. size: individuals that the model scored for the GA, or steps of the gradient; 1000 prompts: "
-        f"forward passes of a prompt, a step of the gradient counting for {s.passes_per_step:g} of its minibatch; all three "
+        "p GA acc. and p GA log-l.: paired permutation against the two GAs of the same curve, box and seed; question i is "
+        "permuted together in all seeds. size: individuals that the model scored for the GA, or steps of the gradient. 1000 "
+        f"prompts: forward passes of a prompt, with {s.passes_per_step:g} passes per prompt of a gradient step. All three "
         "are means over seeds.\n"
     )
     return explained + "\n" + markdown_table(columns, rows)
 
 
 def paper_rows(spec: Spec) -> list[list[str]]:
-    """With the averages, which Table 11 leaves out."""
+    """The paper's rows with the averages, which Table 11 does not print."""
     return [paper_row(name, f"{values} {mean([*map(float, values.split())]):.1f}") for name, values in spec.paper.items()]
 
 
 def mean(values: list[float]) -> float:
-    """As a Python float."""
+    """The mean as a Python float."""
     return float(np.mean(values))
 
 
 def size_of(record: dict[str, Any]) -> int:
-    """Individuals scored by the model, or steps."""
+    """Individuals scored by the model, or steps of the gradient."""
     search = record["factors"]["search"]
     return search["evaluations_of_algorithm"] if search["algorithm"] == "ga" else record["history"][-1]["step"]
 
 
 def paired(ours: list[dict[str, Any]], others: list[dict[str, Any]]) -> float:
-    """Paired permutation over questions; those of the same number in all seeds count as one, for with a file they are one."""
-    of_ours, of_others = (np.concatenate([scores(it) for it in records], axis=1) for records in (ours, others))
-    return paired_permutation_test(of_ours, of_others)
+    """Paired permutation over questions; those of the same number in all seeds count as one, as they are the same in a file."""
+    first, second = (np.concatenate([scores(record) for record in records], axis=1) for records in (ours, others))
+    return paired_permutation_test(first, second)
 
 
 def appendix_cells(spec: Spec, s: Any) -> dict[str, SearchSettings]:
@@ -200,7 +201,7 @@ def appendix_cells(spec: Spec, s: Any) -> dict[str, SearchSettings]:
 
 
 def appendix_figures(settings: SearchSettings, record: dict[str, Any], loaded: Loaded) -> dict[str, Any]:
-    """How far the factors went in all steps, and what that did to held-out accuracy and to the loss."""
+    """How far the factors moved in all steps, and the effect on held-out accuracy and on the loss."""
     first, last = record["history"][0], record["history"][-1]
     start, end = np.array(first["factors"]), np.array(last["factors"])
     outcomes = held_out(settings, loaded, {"start": LayerFactors(start), "end": LayerFactors(end)})
@@ -214,28 +215,28 @@ def appendix_figures(settings: SearchSettings, record: dict[str, Any], loaded: L
     }
 
 
-def appendix_tables(spec: Spec, s: Any, of_starts: Mapping[str, dict[str, Any]]) -> list[str]:
-    """The distances, and the accuracies at the last step, whatever the validation prompts would choose."""
+def appendix_tables(spec: Spec, s: Any, starts: Mapping[str, dict[str, Any]]) -> list[str]:
+    """The distances, and the accuracies at the last step, without a choice of the best step."""
     distances, rows = [], []
-    for it in of_starts.values():
-        moved = np.abs(it["moved"])
+    for entry in starts.values():
+        moved = np.abs(entry["moved"])
         distances.append(
             [
-                f"{it['start']:g}",
-                f"{it['steps']:,}",
+                f"{entry['start']:g}",
+                f"{entry['steps']:,}",
                 f"{moved.mean():.5f}",
                 f"{moved.min():.5f} (layer {moved.argmin()})",
                 f"{moved.max():.5f} (layer {moved.argmax()})",
-                f"{it['loss'][0]:.4f}",
-                f"{it['loss'][1]:.4f}",
-                show_p(it["p_end_against_start"]),
+                f"{entry['loss'][0]:.4f}",
+                f"{entry['loss'][1]:.4f}",
+                show_p(entry["p_end_against_start"]),
             ]
         )
         if not rows:
-            rows.append(row(BASELINE, [it["figures"][BASELINE]]))
-        rows += [row(f"from {it['start']:g}: {when}", [it["figures"][when]]) for when in ("start", "end")]
+            rows.append(row(BASELINE, [entry["figures"][BASELINE]]))
+        rows += [row(f"from {entry['start']:g}: {when}", [entry["figures"][when]]) for when in ("start", "end")]
     rows += paper_rows(spec)
-    positions = next(iter(of_starts.values()))["figures"][BASELINE]["acc_by_position"]
+    positions = next(iter(starts.values()))["figures"][BASELINE]["acc_by_position"]
     columns = ["start", "steps", "mean distance", "least", "most", "loss at start", "loss at end", "p end against start"]
     title = (
         f"Appendix C: {s.appendix_limit} questions x 3 positions, batches of 32 drawn by weight, Adam at 1e-5, no choice of "

@@ -1,11 +1,11 @@
-"""What the experiments share: flags, named searches one after the other into one folder, resumable, and tables of figures.
+"""Shared code of the experiments: flags, resumable grids of searches with one folder each, and tables of figures.
 
     cells = {f"{curve}/{seed}": flags.search(curve=curve, seed=seed) for curve in CURVES for seed in flags.seeds}
-    records = run_grid(cells, flags)              # a folder per cell; cells that are finished are not run again
+    records = run_grid(cells, flags)              # one folder per cell; finished cells are not run again
     write_tables(flags, title, [markdown_table(header, rows)], summary)
 
-`--part 1/4` runs every fourth cell, from the second: one process a GPU with 0/4 ... 3/4, each on its part, into the same
-folder. A last call without it finds all cells finished and writes the tables.
+`--part 1/4` runs every fourth cell, starting with the second. Start one process per GPU with 0/4 ... 3/4 into the same folder.
+A last call without `--part` finds all cells finished and writes the tables.
 
 Letters: Q questions, S positions.
 """
@@ -25,7 +25,8 @@ from jaxtyping import Float
 
 from lpes_jax.errors import UserError
 from lpes_jax.evaluation import BASELINE, Candidate, Outcome, default_metrics, evaluate, slots_of
-from lpes_jax.factors import LayerFactors, read_json
+from lpes_jax.factors import LayerFactors
+from lpes_jax.json_files import read_json
 from lpes_jax.models.llama import Loaded, load
 from lpes_jax.search import SearchSettings, preset, run_search
 from lpes_jax.search.fitness import fit
@@ -36,16 +37,16 @@ from lpes_jax.tasks.flags import task_of, title_of
 
 @dataclass(frozen=True, kw_only=True)
 class GridFlags:
-    """Model, questions and sizes; what is not given stays as the preset has it, by default the paper's sizes."""
+    """Model, questions and sizes. Flags that are not given keep the preset's values, by default the paper's sizes."""
 
     output_path: Path = Path("runs/grid")
-    """Folder of the cells, of tables.md and summary.json."""
+    """Folder of the cells, tables.md and summary.json."""
     model: str = "smollm2-135m-instruct"
     """A name in models/zoo, a folder in Hugging Face layout, a .gguf file, or a Hugging Face hub id."""
     preset: Literal["paper", "default", "quick"] = "paper"
-    """What `python -m lpes_jax.search --preset` sets."""
+    """The preset of `python -m lpes_jax.search`."""
     task: Literal["kv", "mdqa"] = "kv"
-    """kv: generated key-value pairs; mdqa: with --data, and other questions' documents as distractors."""
+    """kv: generated key-value pairs; mdqa: needs --data, with other questions' documents as distractors."""
     data: Path | None = None
     """mdqa: nq-open-oracle.jsonl.gz."""
     num_pairs: int | None = None
@@ -53,11 +54,11 @@ class GridFlags:
     key_length: int | None = None
     """kv: hexadecimal characters of keys and values (default: UUIDs)."""
     queries_per_haystack: int | None = None
-    """Questions a position about the same pairs or documents, which cost little more than one (default 1)."""
+    """Questions per position about the same pairs or documents, which cost little more than one (default 1)."""
     num_documents: int | None = None
     """mdqa: documents in a prompt (default 10)."""
     metrics: tuple[str, ...] = ()
-    """Of the held-out figures (default: prefix for kv, best_subspan_em for mdqa, which generates; prefix does not)."""
+    """Metrics of the held-out figures (default: prefix for kv; best_subspan_em for mdqa, which needs generation)."""
     limit: int | None = None
     """Search examples (paper: 200)."""
     test_limit: int | None = None
@@ -69,18 +70,18 @@ class GridFlags:
     steps: int | None = None
     """Gradient: steps (default 200)."""
     layers: str | None = None
-    """Layers that are scaled, as a slice: `2:` leaves the first two as they are."""
+    """Layers that are scaled, as a slice: `2:` does not scale the first two."""
     seeds: tuple[int, ...] = (0,)
-    """Each is a run of every cell, with search and held-out examples of its own."""
+    """Each seed is a run of every cell, with its own search and held-out examples."""
     dtype: Literal["auto", "float32", "bfloat16"] | None = None
     """auto: bfloat16 on a GPU, float32 on a CPU."""
     batch_size: int | None = None
-    """Prompts a forward pass (default: chosen from the memory)."""
+    """Prompts per forward pass (default: chosen from the memory)."""
     part: str = "0/1"
-    """i/n: run the cells i, i + n, ... alone (from 0), and write no tables."""
+    """i/n: run only the cells i, i + n, ... (from 0), and write no tables."""
 
     def search(self, **changes: Any) -> SearchSettings:
-        """The settings of a cell: the preset, what the flags give, and changes."""
+        """The settings of a cell: the preset, then the given flags, then `changes`."""
         own = SearchSettings().flat().keys() - {"output_path"}
         given = {name: value for name, value in vars(self).items() if name in own and value not in (None, ())}
         if self.task == "mdqa":
@@ -89,7 +90,7 @@ class GridFlags:
         return settings.replace(parents=min(settings.ga.parents, settings.ga.population_size))
 
     def describe(self, paper: str) -> str:
-        """The lines under a title: what ours is, and that the paper's rows are of another model."""
+        """The lines under a title: our model and questions, and a note that the paper's rows are of another model."""
         settings = self.search()
         task = task_of(settings.task)
         metric = (settings.questions.metrics or default_metrics(task))[0]
@@ -103,15 +104,15 @@ class GridFlags:
 
 
 def other_model(what: str) -> str:
-    """The line that says that the paper's rows are no target."""
+    """The note that the paper's rows are no target."""
     return (
-        f"Rows of the paper: {what}. That is another and far larger model on other questions: compare order and size of the "
+        f"Rows of the paper: {what}, a far larger model on other questions: compare the order and size of the "
         "differences, not the figures."
     )
 
 
 def run_script(settings: type[Any], main: Callable[[Any], None], manual: str | None) -> None:
-    """Parse the command line into `settings` and run `main` on it; a user's mistake is one line."""
+    """Parse the command line into `settings` and run `main` on it; a mistake of the user is reported in one line."""
     try:
         main(tyro.cli(settings, description=manual))
     except UserError as error:
@@ -119,37 +120,37 @@ def run_script(settings: type[Any], main: Callable[[Any], None], manual: str | N
 
 
 def in_part(number: int, part: str) -> bool:
-    """Is cell `number` in the part `i/n`? Raises UserError for what is no part."""
+    """Whether cell `number` is in the part `i/n`. Raises UserError for an invalid part."""
     match = re.fullmatch(r"(\d+)/(\d+)", part)
     if match is None or not int(match[1]) < int(match[2]):
-        raise UserError(f"--part {part!r}: give i/n with i from 0 to n - 1, say 0/2 and 1/2")
+        raise UserError(f"--part {part!r}: give i/n with i from 0 to n - 1, such as 0/2 and 1/2")
     return number % int(match[2]) == int(match[1])
 
 
 def end_part(part: str) -> None:
-    """End the program where `part` is not the whole."""
+    """End the program unless `part` is the whole."""
     if part != "0/1":
         raise SystemExit(f"part {part} is done; when all are, the same command without --part writes the tables")
 
 
 def check_same(where: Path, ran: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Raise UserError where what is there was run with other settings than those that are wanted."""
+    """Raise UserError if the results in `where` were run with other settings than the wanted ones."""
     for name in sorted({*wanted, *ran}):
         if ran.get(name) != wanted.get(name):
             raise UserError(
                 f"{where} was run with {name}={ran.get(name)!r}, not {wanted.get(name)!r}; give the same flags or another "
-                "--output-path"
+                f"{where} was run with {name}={ran.get(name)!r}, not {wanted.get(name)!r}; use the same flags or another "
             )
 
 
 def run_grid(cells: Mapping[str, SearchSettings], flags: GridFlags) -> dict[str, dict[str, Any]]:
-    """Run the cells of the part that are not finished, and return the records of all; a part of the whole ends the program."""
+    """Run the unfinished cells of the part and return the records of all cells; a part of the whole ends the program."""
     run_cells({name: cell for number, (name, cell) in enumerate(cells.items()) if in_part(number, flags.part)}, flags)
     return collect(cells, flags)
 
 
 def run_cells(cells: Mapping[str, SearchSettings], flags: GridFlags) -> None:
-    """Run those of the cells that have no results yet; one that was cut off goes on."""
+    """Run the cells that have no results yet; an interrupted one resumes."""
     for name, settings in cells.items():
         folder = flags.output_path / name
         if not (folder / "results.json").exists():
@@ -162,24 +163,24 @@ def run_cells(cells: Mapping[str, SearchSettings], flags: GridFlags) -> None:
 
 @lru_cache(maxsize=1)
 def loaded_once(model: str, dtype: str) -> Loaded:
-    """A model that many cells share."""
+    """A model, loaded once for many cells."""
     return load(model, dtype)
 
 
 @lru_cache(maxsize=1)
 def measured_once(model: str, dtype: str) -> dict[Any, Outcome]:
-    """What cells have measured with it: the model as it is, say."""
+    """Outcomes that cells share, such as the baseline's."""
     return {}
 
 
 def collect(cells: Mapping[str, SearchSettings], flags: GridFlags) -> dict[str, dict[str, Any]]:
-    """The records of all cells. Ends the program after a part of them."""
+    """The records of all cells. Ends the program unless `flags.part` is the whole."""
     end_part(flags.part)
     return {name: record_of(flags.output_path / name, settings) for name, settings in cells.items()}
 
 
 def record_of(folder: Path, settings: SearchSettings) -> dict[str, Any]:
-    """What a finished search says about itself: factors, results, history. Raises UserError where its settings were others."""
+    """The record of a finished search: factors, results, history. Raises UserError if its settings differ."""
     ran, wanted = read_json(folder / "config.json")["settings"], json.loads(json.dumps(as_record(settings)))
     check_same(folder, ran, wanted)
     factors, results = read_json(folder / "factors.json"), read_json(folder / "results.json")
@@ -188,30 +189,30 @@ def record_of(folder: Path, settings: SearchSettings) -> dict[str, Any]:
 
 
 def figures(record: Mapping[str, Any], method: str = "lpes") -> dict[str, Any]:
-    """The held-out figures of what a cell found, or of its baseline, uniform or pi."""
+    """The held-out figures of a cell's factors, or of its baseline, uniform or pi."""
     return record["results"]["methods"][method]
 
 
 def scores(record: Mapping[str, Any], method: str = "lpes") -> Float[np.ndarray, "Q S"]:
-    """The same, for each held-out question and position, from samples.jsonl."""
-    of_method = figures(record, method)
+    """The scores of each held-out question and position, from samples.jsonl."""
+    summary = figures(record, method)
     lines = map(json.loads, (record["folder"] / "samples.jsonl").read_text(encoding="utf-8").splitlines())
-    values = [float(line[of_method["metric"]]) for line in lines if line["method"] == method]
-    return np.array(values).reshape(-1, len(of_method["acc_by_position"]))
+    values = [float(line[summary["metric"]]) for line in lines if line["method"] == method]
+    return np.array(values).reshape(-1, len(summary["acc_by_position"]))
 
 
 def check_held_out(settings: SearchSettings, loaded: Loaded) -> None:
-    """Raise UserError where `held_out` would, for prompts that are too long."""
+    """Raise UserError if `held_out` would, for prompts that are too long."""
     task = task_of(settings.task)
-    places = slots_of(task, settings.questions.positions)
+    slots = slots_of(task, settings.questions.positions)
     examples = task.examples("test", settings.questions.test_limit, settings.run.seed)
-    prompts = [task.prompt(it, *place) for it in examples for place in places]
+    prompts = [task.prompt(example, *slot) for example in examples for slot in slots]
     generates = (settings.questions.metrics or default_metrics(task))[0] != "prefix"
     fit(settings, loaded.model.config, task, loaded.tokenizer, prompts, generates)
 
 
 def held_out(settings: SearchSettings, loaded: Loaded, candidates: Mapping[str, LayerFactors]) -> dict[str, Outcome]:
-    """The model as it is, under `baseline`, and factors by name, all on the held-out questions that the settings describe."""
+    """Measure the plain model, as `baseline`, and factors by name, on the held-out questions of the settings."""
     task = task_of(settings.task)
     outcomes = evaluate(
         loaded.model,
@@ -230,27 +231,27 @@ def held_out(settings: SearchSettings, loaded: Loaded, candidates: Mapping[str, 
 
 
 def header(first: str, positions: Sequence[int]) -> list[str]:
-    """Of a table of `row`s."""
+    """The header of a table of `row`s."""
     return [first, *(f"{position} %" for position in positions), "mean ±", "p"]
 
 
-def row(name: str, of_seeds: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Accuracy at each position and its mean in percent, over seeds, and p against the baseline of each."""
-    by_position = 100 * np.array([list(seed["acc_by_position"].values()) for seed in of_seeds])
-    means = 100 * np.array([seed["acc,none"] for seed in of_seeds])
-    error = of_seeds[0]["acc_stderr,none"] if len(of_seeds) == 1 else means.std(ddof=1) / 100
+def row(name: str, seeds: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Accuracy at each position and its mean in percent, averaged over seeds, and p against the baseline of each seed."""
+    by_position = 100 * np.array([list(seed["acc_by_position"].values()) for seed in seeds])
+    means = 100 * np.array([seed["acc,none"] for seed in seeds])
+    error = seeds[0]["acc_stderr,none"] if len(seeds) == 1 else means.std(ddof=1) / 100
     spread = "" if error is None else f" ± {100 * error:.1f}"
-    p = [show_p(seed["p_against_baseline,none"]) for seed in of_seeds if "p_against_baseline,none" in seed]
+    p = [show_p(seed["p_against_baseline,none"]) for seed in seeds if "p_against_baseline,none" in seed]
     return [name, *(f"{value:.1f}" for value in by_position.mean(axis=0)), f"{means.mean():.1f}{spread}", ", ".join(p) or "-"]
 
 
 def paper_row(name: str, values: str) -> list[str]:
-    """A row of the paper's: accuracy at each position, then the average, as printed there."""
+    """A row of the paper: accuracy at each position, then the average, as printed there."""
     return [f"paper: {name}", *values.split(), "-"]
 
 
 def show_p(p: float) -> str:
-    """p as tables have it."""
+    """p as it is written in tables."""
     return "<0.001" if p < 0.001 else f"{p:.3f}"
 
 
@@ -261,12 +262,12 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def markdown_document(title: str, parts: Sequence[str]) -> str:
-    """What tables.md holds."""
+    """The contents of tables.md."""
     return f"# {title}\n\n" + "\n".join(parts)
 
 
 def write_tables(flags: GridFlags, title: str, parts: Sequence[str], summary: Any) -> None:
-    """`tables.md` and `summary.json`, each whole or not at all; the tables are printed as well."""
+    """Write `tables.md` and `summary.json`, each atomically, and print the tables."""
     text = markdown_document(title, parts)
     flags.output_path.mkdir(parents=True, exist_ok=True)
     write_text(flags.output_path / "tables.md", text)

@@ -1,9 +1,9 @@
-"""Which layers matter: one factor on the early, middle or late third alone, and optimised factors on a half alone.
+"""Which layers matter: one factor on only the early, middle or late third, and optimised factors on only one half.
 
     python experiments/layer_groups.py --num-pairs 5
 
-The thirds are measured on held-out questions, by position. The halves are searched for with --algorithm and --curve, beside the
-same search on all layers.
+The thirds are measured on held-out questions, by position. The halves are searched with --algorithm and --curve, and compared
+with the same search on all layers.
 """
 
 from dataclasses import dataclass
@@ -20,16 +20,16 @@ from lpes_jax.tasks.flags import task_of
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(GridFlags):
-    """Which model, on what, which factors."""
+    """The model, the questions and the factors."""
 
     output_path: Path = Path("runs/layer_groups")
     preset: Literal["paper", "default", "quick"] = "default"
     factors: tuple[float, ...] = (0.7, 0.8, 0.9, 1.1, 1.2, 1.5, 2.0)
     """Factors of a third of the layers, 1 in the others."""
     algorithm: str = "gradient"
-    """What optimises the halves: gradient, ga, or one of evosax's."""
+    """The halves' optimiser: gradient, ga, or one of evosax's."""
     curve: Literal["free", "bezier", "linear", "step"] = "free"
-    """Of the halves' factors."""
+    """The curve of the halves' factors."""
 
 
 def main(s: Settings) -> None:
@@ -50,18 +50,20 @@ def main(s: Settings) -> None:
             factors[f"{title}, layers {third[0]} to {third[-1]}: {factor:g}"] = LayerFactors(values)
     outcomes = held_out(settings, loaded, factors)
     measured = figures_of(list(outcomes.values()), slots_of(task_of(settings.task), settings.questions.positions))
-    of_all = [records[f"all/seed{seed}"] for seed in s.seeds]
-    found = {"baseline": [figures(record, "baseline") for record in of_all]}
+    found_everywhere = [records[f"all/seed{seed}"] for seed in s.seeds]
+    found = {"baseline": [figures(record, "baseline") for record in found_everywhere]}
     found |= {
         f"layers {title}, {s.curve}, {s.algorithm}": [figures(records[f"{names[title]}/seed{seed}"]) for seed in s.seeds]
         for title in halves
     }
     tables = [
         markdown_table(
-            header("one factor on a third", settings.questions.positions), [row(name, [it]) for name, it in measured.items()]
+            header("one factor on a third", settings.questions.positions),
+            [row(name, [accuracies]) for name, accuracies in measured.items()],
         ),
         markdown_table(
-            header("optimised factors", settings.questions.positions), [row(name, it) for name, it in found.items()]
+            header("optimised factors", settings.questions.positions),
+            [row(name, accuracies) for name, accuracies in found.items()],
         ),
     ]
     about = s.describe("The paper scales all layers and gives no figures for some of them; its models are larger ones.")

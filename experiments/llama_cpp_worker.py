@@ -1,11 +1,11 @@
-"""llama.cpp, asked by token ids: a line of JSON in, a line of JSON out. For the Python of an environment that has `xllamacpp`.
+"""Ask llama.cpp by token ids: one line of JSON in, one line of JSON out. Needs an environment with `xllamacpp`.
 
     python llama_cpp_worker.py model.gguf CONTEXT THREADS
 
-In: {"ids": prompt, "answer": token ids, "vocabulary": size}. Out: "next", the log-probabilities of the whole vocabulary behind
-the prompt; "answer", those of the answer's tokens, each behind the prompt and the answer so far; "is_best", which of these are
-the most likely ones. llama.cpp gives log-probabilities where it generates, so each token of the answer is generated: by a bias
-on it, which its log-probabilities leave out. The prompt before it is in the cache.
+In: {"ids": prompt, "answer": token ids, "vocabulary": size}. Out: "next", the log-probabilities of the whole vocabulary after
+the prompt; "answer", those of the answer's tokens, each after the prompt and the answer so far; "is_best", which of these are
+the most likely tokens. llama.cpp reports log-probabilities only when it generates, so each token of the answer is generated, by
+a bias on it that its log-probabilities do not include. The prompt before it is cached.
 """
 
 import importlib.metadata
@@ -15,22 +15,22 @@ import sys
 
 import xllamacpp  # pyright: ignore[reportMissingImports]
 
-MANY = 100  # log-probabilities asked for at first behind each token of an answer
+MANY = 100  # log-probabilities requested at first for each token of an answer
 
 
 def main(path: str, context: int, threads: int) -> None:
     """Answer until the input ends."""
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what llama.cpp prints
+    os.dup2(2, 1)  # for llama.cpp's own output
     parameters = xllamacpp.CommonParams()
     parameters.model.path = path
     parameters.n_ctx, parameters.n_parallel, parameters.warmup = context, 1, False
     for cpu in (parameters.cpuparams, parameters.cpuparams_batch):
-        cpu.n_threads, cpu.poll = threads, 0  # threads that wait take no time from others
+        cpu.n_threads, cpu.poll = threads, 0  # waiting threads use no CPU time
     server = xllamacpp.Server(parameters)
 
     def likely(ids: list[int], token: int, count: int, cached: bool = True) -> list[dict]:
-        """The `count` most likely tokens behind the ids, where `token` is generated."""
+        """The `count` most likely tokens after the ids, when `token` is generated."""
         asked = {"prompt": ids, "max_tokens": 1, "logprobs": count, "cache_prompt": cached, "temperature": 0}
         reply = server.handle_completions(asked | {"ignore_eos": True, "logit_bias": [[token, 1000]]})
         return reply["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
@@ -39,15 +39,15 @@ def main(path: str, context: int, threads: int) -> None:
     for line in sys.stdin:
         request = json.loads(line)
         ids, answer, size = request["ids"], request["answer"], request["vocabulary"]
-        found = {it["id"]: it["logprob"] for it in likely(ids, answer[0], size, cached=False)}
+        found = {candidate["id"]: candidate["logprob"] for candidate in likely(ids, answer[0], size, cached=False)}
         log_probs, is_best = [], []
         for number, token in enumerate(answer):
             for count in (MANY, size):
                 best = likely(ids + answer[:number], token, count)
-                of_tokens = {it["id"]: it["logprob"] for it in best}
-                if token in of_tokens:
+                log_prob_of = {candidate["id"]: candidate["logprob"] for candidate in best}
+                if token in log_prob_of:
                     break
-            log_probs.append(of_tokens[token])
+            log_probs.append(log_prob_of[token])
             is_best.append(best[0]["id"] == token)
         reply = {"next": [found.get(token) for token in range(size)], "answer": log_probs, "is_best": is_best}
         print(json.dumps(reply), file=replies, flush=True)

@@ -1,9 +1,9 @@
-"""Accuracy by position of a small Llama that `train_tiny_model.py` made, on key-value questions of the split `search`.
+"""Accuracy by position of a small Llama from `train_tiny_model.py`, on key-value questions of the split `search`.
 
     python experiments/measure_tiny_model.py --output runs/tiny        # what the training ends with
 
 Writes evaluation.json into the folder: accuracy for several prompt lengths, a sweep of one uniform factor for all layers, and
-factors with one step (1 up to a layer, another number behind it), of which the best are kept.
+factors with one step (1 up to a layer, another number after it), of which the best are kept.
 """
 
 import json
@@ -26,25 +26,25 @@ POSITIONS = (0, 25, 50, 75, 100)
 
 @dataclass(frozen=True)
 class Measurement:
-    """Which folder to measure, on what."""
+    """The folder to measure, and the questions."""
 
     output: Path
     """Folder of the model and its records."""
     key_length: int = 8
     """Hexadecimal characters of a key and of a value."""
     test_pairs: int = 36
-    """Pairs in the prompts of the sweep and the probe, and of the looks at the accuracy during training."""
+    """Pairs in the prompts of the sweep, of the probe, and of the accuracy checks during training."""
     eval_pairs: tuple[int, ...] = (8, 16, 24, 32, 36, 40)
     """Pairs in the prompts of the table by length."""
     eval_examples: int = 500
-    """Examples of it and of the sweep, each at the five positions."""
+    """Examples of this table and of the sweep, each at the five positions."""
     eval_seed: int = 4321
     sweep: tuple[float, ...] = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0)
     """Uniform factors at `test_pairs`."""
     probe: tuple[float, ...] = (0.75, 1.25, 1.5, 2.0, 3.0)
-    """Factors behind the step of the one-step profiles at `test_pairs`."""
+    """Factors after the step of the one-step profiles at `test_pairs`."""
     probe_examples: int = 100
-    """Examples of these profiles; 0: no such profiles."""
+    """Examples of these profiles; 0: none."""
 
 
 def measure(settings: Measurement) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def measure(settings: Measurement) -> dict[str, Any]:
     layers = loaded.model.config.num_layers
 
     def accuracies(pairs: int, count: int, factors: np.ndarray) -> np.ndarray:
-        """Of each row of `factors` at each position."""
+        """Accuracy of each row of `factors` at each position."""
         task = KeyValue(pairs, key_length=s.key_length)
         examples = task.examples("search", count, s.eval_seed)
         prompts = [task.prompt(e, task_prompts.slot(p, pairs), p) for e in examples for p in POSITIONS]

@@ -4,7 +4,7 @@ Examples:
   python experiments/readme_table.py             print the table
   python experiments/readme_table.py --write     put it into the README, between its two marks
 
-A test compares the README with this table. Accuracy in %, with the standard error over questions; of several seeds, each
+A test compares the README with this table. Accuracy in %, with the standard error over questions; with several seeds, each
 question counts with its mean.
 """
 

@@ -1,10 +1,10 @@
-"""The index of results/: one line for each JSON file, made from what it says and from nothing else.
+"""The index of results/: one line per JSON file, generated only from the file's contents.
 
     python experiments/results_index.py              # writes the index into results/README.md, between its two marks
 
-What a file does not say is "-". Figures of accuracy are in percent: ± is the standard error over questions, or over seeds the
-sample standard deviation where there are several. Differences (of what was found against the model as it is) have the
-unit of the file: points in Tables 2, 3, 4 and 17, nats a token of plain text, else shares of 1.
+A missing entry is "-". Accuracies are in percent; ± is the standard error over questions or, with several seeds, the sample
+standard deviation over seeds. Differences (found against baseline) have the file's unit: points in Tables 2, 3, 4 and 17, nats
+per token for plain text, else shares of 1.
 """
 
 import json
@@ -18,7 +18,7 @@ from lpes_jax.store.files import write_text
 
 RESULTS = Path(__file__).with_name("results")
 BEGIN, END = "<!-- index: python experiments/results_index.py -->\n", "<!-- end of the index -->\n"
-MOST = 6  # figures of a line
+MOST = 6  # figures per line
 FLAGS = ("model", "preset", "algorithm", "task", "num_pairs", "num_documents", "limit", "test_limit", "seed")
 
 
@@ -35,12 +35,15 @@ def index() -> str:
 
 
 def figures_of(record: Mapping[str, Any]) -> str:
-    """The figures with their intervals; of many, the model as it is and LPES, or else from the lowest to the highest."""
+    """The figures with their intervals; of many, those of the baseline and LPES, or else the lowest to the highest."""
     found = list(accuracies(record))
     if len(found) > MOST:
-        named = [it for it in found if it[0].rpartition(", ")[2] in ("baseline", "lpes")]
+        named = [figure for figure in found if figure[0].rpartition(", ")[2] in ("baseline", "lpes")]
         if not 2 <= len(named) <= MOST:
-            (low, _, least), (high, _, most) = min(found, key=lambda it: it[1]), max(found, key=lambda it: it[1])
+            (low, _, least), (high, _, most) = (
+                min(found, key=lambda figure: figure[1]),
+                max(found, key=lambda figure: figure[1]),
+            )
             return f"{len(found)} rows, from {least} ({low}) to {most} ({high})"
         found = named
     if not found:
@@ -51,8 +54,8 @@ def figures_of(record: Mapping[str, Any]) -> str:
 
 
 def accuracies(record: Any, title: str = "") -> Iterator[tuple[str, float, str]]:
-    """Each set of figures of a model's answers below the record: title, mean, and mean with its interval."""
-    if isinstance(record, list) and record and all(isinstance(it, dict) and "acc_by_position" in it for it in record):
+    """Each set of accuracies below the record: title, mean, and mean with its interval."""
+    if isinstance(record, list) and record and all(isinstance(entry, dict) and "acc_by_position" in entry for entry in record):
         text = row("", record)[-2]
         yield title, float(text.split()[0]), text
     elif isinstance(record, dict) and "acc_by_position" in record:
@@ -60,10 +63,10 @@ def accuracies(record: Any, title: str = "") -> Iterator[tuple[str, float, str]]
     elif isinstance(record, dict) and {"mean", "std"} <= record.keys():
         yield title, record["mean"], f"{record['mean']:.1f} (± {record['std']:.2f} over positions)"
     elif isinstance(record, dict):
-        for name, it in record.items():
+        for name, entry in record.items():
             if name not in ("results", "paper", "config"):
                 told = title if name in ("methods", "ours", "figures", "grid") else ", ".join(filter(None, (title, name)))
-                yield from accuracies(it, told)
+                yield from accuracies(entry, told)
 
 
 def differences(record: Any, title: str = "") -> Iterator[tuple[str, float, str]]:
@@ -72,26 +75,26 @@ def differences(record: Any, title: str = "") -> Iterator[tuple[str, float, str]
         error = "" if record["standard_error"] is None else f" ± {record['standard_error']:.4f}"
         yield title, record["difference"], f"{record['difference']:+.4f}{error} (p {show_p(record['p'])})"
     elif isinstance(record, dict):
-        for name, it in record.items():
-            yield from differences(it, ", ".join(filter(None, (title, name))))
+        for name, entry in record.items():
+            yield from differences(entry, ", ".join(filter(None, (title, name))))
     elif isinstance(record, list):
-        for it in record:
-            if isinstance(it, dict):
-                names = [it[name] for name in ("factors", "model", "target", "text") if isinstance(it.get(name), str)]
-                yield from differences(it, ", ".join(filter(None, (title, *names))))
+        for entry in record:
+            if isinstance(entry, dict):
+                names = [entry[name] for name in ("factors", "model", "target", "text") if isinstance(entry.get(name), str)]
+                yield from differences(entry, ", ".join(filter(None, (title, *names))))
 
 
 def speeds(record: Mapping[str, Any]) -> Iterator[tuple[str, float, str]]:
-    """What benchmarks leave at the top of a record."""
+    """The benchmarks' entries at the top level of a record."""
     for name in ("ratio", "gpu_seconds", "agreement", "fitness"):
         if isinstance(record.get(name), int | float):
             yield name.replace("_", " "), record[name], f"{record[name]:.4g}"
-    for it in record.get("scaling", ()):
-        yield f"{it['devices']} devices,", it["prompts_a_second"], f"{it['prompts_a_second']:.0f} prompts/s"
+    for entry in record.get("scaling", ()):
+        yield f"{entry['devices']} devices,", entry["prompts_a_second"], f"{entry['prompts_a_second']:.0f} prompts/s"
 
 
 def command_of(record: Mapping[str, Any]) -> str:
-    """The command, or the flags that the record has of it."""
+    """The command, or its flags as far as the record has them."""
     if isinstance(record.get("command"), str):
         return f"`{record['command']}`"
     given = record.get("config") or record.get("settings") or {}
@@ -101,32 +104,34 @@ def command_of(record: Mapping[str, Any]) -> str:
 
 
 def flag(value: Any) -> str:
-    """A flag's value as the command line has it."""
+    """A flag's value as on the command line."""
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def nested(record: Any, name: str) -> Iterator[Any]:
     """All values under a name, at any depth."""
     if isinstance(record, dict):
-        for key, it in record.items():
+        for key, entry in record.items():
             if key == name:
-                yield it
-            yield from nested(it, name)
+                yield entry
+            yield from nested(entry, name)
 
 
 def card_of(record: Mapping[str, Any]) -> str:
-    """The devices that it was measured on."""
-    devices = [f"{it['count']} x {it['kind']}" for it in nested(record, "devices") if isinstance(it, dict)]
-    return ", ".join(dict.fromkeys([*devices, *(it for it in nested(record, "device") if isinstance(it, str))])) or "-"
+    """The devices of the measurement."""
+    devices = [f"{device['count']} x {device['kind']}" for device in nested(record, "devices") if isinstance(device, dict)]
+    return (
+        ", ".join(dict.fromkeys([*devices, *(device for device in nested(record, "device") if isinstance(device, str))])) or "-"
+    )
 
 
 def date_of(record: Mapping[str, Any]) -> str:
     """The day of the newest part."""
-    return max((it[:10] for it in nested(record, "date") if isinstance(it, str)), default="-")
+    return max((date[:10] for date in nested(record, "date") if isinstance(date, str)), default="-")
 
 
 def indexed(text: str) -> str:
-    """The README with the index of now in place of that between its marks."""
+    """The README with a new index between its marks."""
     before, rest = text.split(BEGIN)
     return f"{before}{BEGIN}{index()}{END}{rest.split(END)[1]}"
 

@@ -1,16 +1,16 @@
-"""How RoPE decays with distance and where its waves have troughs, against the scaling factor (Figures 3 and 4).
+"""RoPE's decay with distance and the troughs of its waves, against the scaling factor (Figures 3 and 4).
 
     python experiments/rope_decay.py --factors 1 1.2 1.5 2
 
-No weights, the formula alone. A query and a key of ones that are d tokens apart have, with inverse frequencies w_i (i < R/2)
-and factor s,
+Only the formula is used, no weights. A query and a key of ones that are d tokens apart have, with inverse frequencies w_i (i <
+R/2) and factor s,
 
     waves(d, s) = 2/R sum_i cos(d w_i / s)                                their product, 1 at distance 0
     decay(d, s) = sum_j |sum_{i<=j} exp(i d w_i / s)| / sum_j (j + 1)     RoFormer's bound (arXiv 2104.09864, 3.4.3), likewise 1
 
-Both are functions of d / s: a factor stretches them and changes no value. The table has where the decay first falls below a
-half, and the first troughs (local minima) of the waves. In the picture the decay is a moving average, and the waves are those
-of near distances: whole, both are too dense to see. Writes rope_decay.{png,svg}, tables.md and summary.json.
+Both are functions of d / s: a factor stretches them and changes no value. The table has the distance at which the decay first
+falls below a half, and the first troughs (local minima) of the waves. The plot shows a moving average of the decay, and the
+waves of near distances only, because both are too dense otherwise. Writes rope_decay.{png,svg}, tables.md and summary.json.
 
 Letters: N distances, R rotated elements of a head.
 """
@@ -35,18 +35,18 @@ NEAR = 200  # tokens of the waves in the picture
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Which RoPE, which factors."""
+    """The RoPE and the factors."""
 
     output_path: Path = Path("runs/rope_decay")
-    """Folder of the picture and the tables."""
+    """Folder of the plot and the tables."""
     factors: tuple[float, ...] = (1.0, 1.2, 1.5, 2.0)
     """Scaling factors."""
     model: str | None = None
     """RoPE of this model (default: --theta and --head-dim); only its configuration is read."""
     theta: float = 10_000.0
-    """Base, by default Llama 2's."""
+    """The base; default: Llama 2's."""
     head_dim: int = 128
-    """Elements of a head, by default Llama 2's."""
+    """Elements of a head; default: Llama 2's."""
     longest: int = 4096
     """Distances up to this one, in tokens."""
 
@@ -63,13 +63,13 @@ def decay(inv_freq: Float[np.ndarray, "half"], distances: Float[np.ndarray, "N"]
 
 
 def scaled(rope: RopeParameters, head_dim: int, factor: float) -> Float[np.ndarray, "half"]:
-    """Inverse frequencies as a model with this factor in a layer has them."""
+    """The inverse frequencies of a layer with this factor."""
     inv_freq = scale_layers(inverse_frequencies(rope, head_dim), jnp.full(1, factor, jnp.float32))
     return np.asarray(inv_freq[0, 0], np.float64)
 
 
 def troughs(values: Float[np.ndarray, "N"]) -> list[int]:
-    """Where a curve over 0 ... N - 1 has its local minima."""
+    """The indices of a curve's local minima."""
     inside = values[1:-1]
     return (1 + np.flatnonzero((inside < values[:-2]) & (inside <= values[2:]))).tolist()
 
@@ -86,22 +86,22 @@ def main(s: Settings) -> None:
     curves = {}
     for factor in s.factors:
         inv_freq = scaled(rope, head_dim, factor)
-        of_waves, of_decay = waves(inv_freq, distances), decay(inv_freq, distances)
+        wave_values, decay_values = waves(inv_freq, distances), decay(inv_freq, distances)
         curves[f"{factor:g}"] = {
-            "waves": of_waves.round(5).tolist(),
-            "decay": of_decay.round(5).tolist(),
-            "decay_below_half_from": next(iter(np.flatnonzero(of_decay < 0.5).tolist()), None),
-            "troughs": troughs(of_waves),
-            "mean_of_waves_by_third": [float(part.mean()) for part in np.array_split(of_waves, 3)],
+            "waves": wave_values.round(5).tolist(),
+            "decay": decay_values.round(5).tolist(),
+            "decay_below_half_from": next(iter(np.flatnonzero(decay_values < 0.5).tolist()), None),
+            "troughs": troughs(wave_values),
+            "mean_of_waves_by_third": [float(part.mean()) for part in np.array_split(wave_values, 3)],
         }
     rows = [
         [
             factor,
-            str(it["decay_below_half_from"] or "-"),
-            ", ".join(map(str, it["troughs"][:6])) or "-",
-            *(f"{value:.3f}" for value in it["mean_of_waves_by_third"]),
+            str(curve["decay_below_half_from"] or "-"),
+            ", ".join(map(str, curve["troughs"][:6])) or "-",
+            *(f"{value:.3f}" for value in curve["mean_of_waves_by_third"]),
         ]
-        for factor, it in curves.items()
+        for factor, curve in curves.items()
     ]
     header = ["factor", "decay below 1/2 from", "first troughs", *(f"waves, third {n}" for n in (1, 2, 3))]
     name = s.model or f"theta {rope.rope_theta:g}, heads of {head_dim}"
@@ -117,12 +117,12 @@ def _draw(stem: Path, curves: dict[str, dict], title: str) -> None:
     figure = Figure(figsize=(10, 4.2), dpi=200, layout="constrained")
     colours = [BASELINE, *OTHERS, FOUND]
     left, right = figure.subplots(1, 2)
-    for number, (factor, it) in enumerate(curves.items()):
+    for number, (factor, curve) in enumerate(curves.items()):
         style = {"color": colours[number % len(colours)], "linewidth": 1.5, "label": f"s = {factor}"}
-        over = max(1, len(it["decay"]) // 32)
-        smooth = np.convolve(it["decay"], np.full(over, 1 / over), "valid")
+        over = max(1, len(curve["decay"]) // 32)
+        smooth = np.convolve(curve["decay"], np.full(over, 1 / over), "valid")
         left.plot(np.arange(len(smooth)) + over // 2, smooth, **style)
-        right.plot(it["waves"][:NEAR], **style)
+        right.plot(curve["waves"][:NEAR], **style)
     left.set(xlabel="distance (tokens)", ylabel="decay, moving average")
     right.set(xlabel="distance (tokens)", ylabel="waves, 1 at distance 0")
     for axes in (left, right):

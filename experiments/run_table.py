@@ -1,15 +1,14 @@
-"""Run a table of the paper, or one of our own comparisons, by its name.
+"""Run a table of the paper, or one of our own comparisons, by name.
 
     python experiments/run_table.py --list                        # all tables and experiments, with their numbers in the paper
     python experiments/run_table.py table07 --help                # its flags and sizes
     python experiments/run_table.py table07 --model smollm2-135m-instruct --num-pairs 5 --output-path runs/table07
-    python experiments/run_table.py table07 --render --output-path runs/table07      # the tables again, from summary.json
+    python experiments/run_table.py table07 --render --output-path runs/table07      # only the tables, from summary.json
 
-A name may be cut short (`population`), or be the number of a table (`7`). A table of searches is a file in specs/
-(`table_spec.Spec` says what its parts mean): one search runs for each cell and seed, in a folder of its own below
---output-path. Searches that are finished are not run again, and one that was cut off goes on. At the end there are summary.json
-and, made from it, tables.md: the paper's rows beside ours. Any other name is that of a script beside this one, which is run
-with the flags that follow.
+A name may be shortened (`population`) or be the number of a table (`7`). A table of searches is a file in specs/, whose entries
+`table_spec.Spec` documents: one search runs per cell and seed, in its own folder below --output-path. Finished searches are not
+run again, and interrupted ones resume. At the end summary.json is written and, from it, tables.md with the paper's rows beside
+ours. Any other name is a script in this folder, which is run with the remaining flags.
 """
 
 import ast
@@ -30,7 +29,7 @@ NUMBER = re.compile(r"(?:Tables?|Figures?) \d+(?: and \d+)?")
 
 
 def experiments() -> dict[str, tuple[str, str]]:
-    """All that can be run, by name: its number in the paper, if it has one, and what it does."""
+    """All tables and experiments by name: the number in the paper, if any, and a description."""
     texts = {}
     for path in HERE.glob("specs/*.toml"):
         spec = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -53,12 +52,12 @@ def experiments() -> dict[str, tuple[str, str]]:
 
 
 def find(asked: str) -> str:
-    """The name that is asked for: whole, its beginning, or the number of a table. Raises UserError for none or several."""
+    """Resolve a full name, the beginning of a name, or the number of a table. Raises UserError for none or several."""
     known = experiments()
     if asked in known:
         return asked
-    of_number = re.fullmatch(r"(?:table[ _]?)?0*(\d+)", asked.lower())
-    found = [name for name, (number, _) in known.items() if of_number and number == f"Table {of_number[1]}"]
+    numbered = re.fullmatch(r"(?:table[ _]?)?0*(\d+)", asked.lower())
+    found = [name for name, (number, _) in known.items() if numbered and number == f"Table {numbered[1]}"]
     found = found or [name for name in known if name.startswith(asked)]
     if len(found) != 1:
         what = f"may be {', '.join(found)}" if found else "is not known; --list shows the names"
@@ -67,7 +66,7 @@ def find(asked: str) -> str:
 
 
 def run_spec(name: str, args: Sequence[str]) -> None:
-    """Run the table of a file in specs/, or with --render make its tables again."""
+    """Run the table of a file in specs/, or with --render only print its tables."""
     import tyro
     from grid import markdown_document, write_tables
     from table_spec import about, flags_type, read_spec
@@ -88,7 +87,7 @@ def run_spec(name: str, args: Sequence[str]) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """`argv` without the program: a name and its flags, --list or --help."""
+    """Run the command; `argv` (without the program) is a name and its flags, --list or --help."""
     if not argv or argv[0] in ("-h", "--help"):
         print(__doc__)
     elif argv[0] == "--list":

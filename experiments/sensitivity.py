@@ -1,9 +1,9 @@
-"""How sharp an optimum is: each control point of found factors 0.3 up and down, and the change of fitness.
+"""The sharpness of an optimum: each control point of found factors 0.3 up and down, and the change of fitness.
 
     python experiments/sensitivity.py --factors RUN/factors.json --num-pairs 5
 
-Fitness is the search's: accuracy (the greedy text begins with the gold answer) at begin, middle and end, by weight. The flags
-describe the search's examples; give those of the search, or other ones. Factors without control points are moved by layer.
+Fitness is the search's: weighted accuracy (the greedy text begins with the gold answer) at beginning, middle and end. The flags
+describe the search's examples; give those of the search, or other ones. Factors without control points are moved per layer.
 """
 
 from dataclasses import dataclass
@@ -27,12 +27,12 @@ from lpes_jax.tasks.prompts import encode
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(GridFlags):
-    """Which factors, on what."""
+    """The factors and the questions."""
 
     factors: Path
-    """factors.json of a search, one factor a layer."""
+    """factors.json of a search, with one factor per layer."""
     change: float = 0.3
-    """What is added to a control point's factor and taken from it."""
+    """Added to and subtracted from a control point's factor."""
     output_path: Path = Path("runs/sensitivity")
 
 
@@ -45,28 +45,31 @@ def main(s: Settings) -> None:
     points, individuals = neighbours(found.for_model(config.num_layers, config.num_kv_heads, config.rotary_dim), s)
     task = task_of(settings.task)
     examples = task.examples("search", settings.questions.limit, settings.run.seed)
-    places = slots_of(task, settings.objective.search_positions)
-    prompts = [task.prompt(example, *place) for example in examples for place in places]
+    slots = slots_of(task, settings.objective.search_positions)
+    prompts = [task.prompt(example, *slot) for example in examples for slot in slots]
     scorer = Scorer(
         loaded.model, encode(prompts, loaded.tokenizer, config.max_position_embeddings), batch_size=settings.devices.batch_size
     )
     correct, log_likelihood = scorer(individuals)
     weights = np.array(settings.objective.weights)
-    shape = len(individuals), len(examples), len(places)
+    shape = len(individuals), len(examples), len(slots)
     fitness, likelihood = (values.reshape(shape).astype(np.float64) @ weights for values in (correct, log_likelihood))
     rows: list[list[str]] = []
     summary: dict[str, Any] = {"fitness": float(fitness[0].mean()), "log_likelihood": float(likelihood[0].mean()), "points": []}
-    for at, (layer, factor) in enumerate(points):
+    for point, (layer, factor) in enumerate(points):
         entry: dict[str, Any] = {"layer": layer, "factor": factor}
-        for sign, number in (("-", 1 + 2 * at), ("+", 2 + 2 * at)):
+        for sign, number in (("-", 1 + 2 * point), ("+", 2 + 2 * point)):
             difference = fitness[number] - fitness[0]
             entry[sign] = {
                 "change": float(difference.mean()),
                 "stderr": standard_error(difference),
                 "log_likelihood": float((likelihood[number] - likelihood[0]).mean()),
             }
-        shown = [f"{it['change']:+.3f} ± {it['stderr']:.3f} ({it['log_likelihood']:+.2f})" for it in (entry["-"], entry["+"])]
-        rows.append([str(at), f"{layer:g}", f"{factor:.2f}", *shown])
+        shown = [
+            f"{change['change']:+.3f} ± {change['stderr']:.3f} ({change['log_likelihood']:+.2f})"
+            for change in (entry["-"], entry["+"])
+        ]
+        rows.append([str(point), f"{layer:g}", f"{factor:.2f}", *shown])
         summary["points"].append(entry)
     about = s.describe("The paper gives no such figures; its models are larger ones.") + (
         f"\nFitness of {s.factors}: {summary['fitness']:.3f} (log-likelihood {summary['log_likelihood']:.2f}), on search "
@@ -79,17 +82,17 @@ def main(s: Settings) -> None:
 def neighbours(found: LayerFactors, s: Settings) -> tuple[list[tuple[float, float]], Float[np.ndarray, "P L"]]:
     """The control points (layer, factor), and factors: as found, then with each point lowered and raised in turn."""
     if found.granularity != "layer":
-        raise UserError(f"{s.factors}: factors of granularity {found.granularity}; give some with one factor a layer")
+        raise UserError(f"{s.factors}: factors of granularity {found.granularity}; give some with one factor per layer")
     curve = found.curve or {}
     points = np.array(curve.get("control_points") or np.stack([np.arange(found.num_layers), found.factors], axis=1))
     first, last = curve.get("layers", [0, found.num_layers - 1])
     x, y, kind = points[:, 0], points[:, 1], curve.get("type", "free")
     if y.min() <= s.change:
-        raise UserError(f"--change {s.change}: a control point has the factor {y.min():g}, and factors stay above 0; lower it")
+        raise UserError(f"--change {s.change}: a control point is {y.min():g} and must stay above 0; lower --change")
     space = Space(found.num_layers, range(first, last + 1), kind, "layer", x, y, 0.0, np.inf)
-    moved = [y] + [y + sign * s.change * (np.arange(len(y)) == at) for at in range(len(y)) for sign in (-1, 1)]
-    individuals = np.stack([np.asarray(space.factors(x.astype(np.float32), it.astype(np.float32))) for it in moved])
-    return [(float(first + at), float(factor)) for at, factor in points], individuals
+    moved = [y] + [y + sign * s.change * (np.arange(len(y)) == index) for index in range(len(y)) for sign in (-1, 1)]
+    individuals = np.stack([np.asarray(space.factors(x.astype(np.float32), values.astype(np.float32))) for values in moved])
+    return [(float(first + index), float(factor)) for index, factor in points], individuals
 
 
 if __name__ == "__main__":

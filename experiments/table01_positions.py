@@ -4,9 +4,9 @@
     python experiments/table01_positions.py --tasks kv mdqa --num-pairs 5 --mdqa-data nq-open-oracle.jsonl.gz \\
         --factors KV_RUN/factors.json --mdqa-factors MDQA_RUN/factors.json
 
-Each task is a `python -m lpes_jax.compare` (which says how settings are tuned and costs measured) at the paper's positions, in
-a folder of its own; a folder with results is not run again, one that was cut off goes on, and `--part i/n` runs every n-th. A
-last call without it writes tables.md and summary.json.
+Each task is a `python -m lpes_jax.compare` (which documents how settings are tuned and costs measured) at the paper's
+positions, in its own folder. A folder with results is not run again, an interrupted run resumes, and `--part i/n` runs every
+n-th. A last call without `--part` writes tables.md and summary.json.
 """
 
 import json
@@ -19,7 +19,7 @@ from grid import GridFlags, check_same, end_part, header, in_part, markdown_tabl
 
 from lpes_jax.compare import CompareSettings, run_comparison
 from lpes_jax.errors import UserError
-from lpes_jax.factors import read_json
+from lpes_jax.json_files import read_json
 from lpes_jax.tasks.flags import name_of
 
 POSITIONS = {"kv": (0, 20, 40, 60, 80, 100), "mdqa": (0, 25, 50, 75, 100)}
@@ -79,22 +79,22 @@ PAPER = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Which model and methods, on what; what is not given stays as compare has it."""
+    """The model, the methods and the tasks; flags that are not given keep compare's defaults."""
 
     output_path: Path = Path("runs/table01")
-    """Folder of the comparisons, of tables.md and summary.json."""
+    """Folder of the comparisons, tables.md and summary.json."""
     tasks: tuple[Literal["kv", "mdqa"], ...] = ("kv",)
     """kv: generated key-value pairs; mdqa: with --mdqa-data, other questions' documents as distractors."""
     model: str = "smollm2-135m-instruct"
     """A name in models/zoo, a folder in Hugging Face layout, a .gguf file, or a Hugging Face hub id."""
     methods: tuple[str, ...] = ("all",)
-    """As compare's."""
+    """As in compare."""
     factors: Path | None = None
     """factors.json of a search: LPES, and PI as their mean."""
     mdqa_factors: Path | None = None
-    """mdqa: others (default: the same)."""
+    """mdqa: other factors (default: the same)."""
     num_pairs: tuple[int, ...] = (50,)
-    """kv: pairs in a prompt, each a comparison."""
+    """kv: pairs in a prompt; each number is a comparison."""
     key_length: int | None = None
     """kv: hexadecimal characters of keys and values (default: UUIDs)."""
     mdqa_data: Path | None = None
@@ -102,31 +102,31 @@ class Settings:
     num_documents: int = 10
     """mdqa: documents in a prompt."""
     mdqa_metrics: tuple[str, ...] = ()
-    """mdqa: of the held-out figures (default: best_subspan_em, which generates; prefix does not)."""
+    """mdqa: metrics of the held-out figures (default: best_subspan_em, which needs generation; prefix does not)."""
     max_new_tokens: int | None = None
     """mdqa: tokens to generate (default: the task's, 100)."""
     limit: int | None = None
     """Search questions that settings are tuned on."""
     test_limit: int = 500
-    """Other questions, which the methods are measured on."""
+    """Other questions, on which the methods are measured."""
     budget: int | None = None
-    """Settings that may be tried for a method."""
+    """Settings to try per method."""
     repeats: int | None = None
     """Rounds of the timing."""
     router: Path | None = None
-    """moice: a router that was trained before."""
+    """moice: a router that is already trained."""
     text: Path | None = None
     """moice: text to train the router on."""
     seed: int = 0
     """Seed of the examples."""
     overlength: Literal["error", "skip"] = "skip"
-    """What becomes of questions too long for the model's window."""
+    """What to do with questions too long for the model's window."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on a GPU, float32 on a CPU."""
     batch_size: int | None = None
-    """Prompts a forward pass (default: chosen from the memory)."""
+    """Prompts per forward pass (default: chosen from the memory)."""
     part: str = "0/1"
-    """i/n: run the comparisons i, i + n, ... alone (from 0), and write no tables."""
+    """i/n: run only the comparisons i, i + n, ... (from 0), and write no tables."""
 
 
 def comparisons(s: Settings) -> dict[str, CompareSettings]:
@@ -137,22 +137,22 @@ def comparisons(s: Settings) -> dict[str, CompareSettings]:
             shared[name] = getattr(s, name)
     found = {}
     for task in dict.fromkeys(s.tasks):
-        of_task = shared | {"task": task, "positions": POSITIONS[task]}
+        settings = shared | {"task": task, "positions": POSITIONS[task]}
         if task == "kv":
-            of_task |= {"factors": s.factors, "key_length": s.key_length}
-            of_cell = {f"kv_{n}_pairs": of_task | {"num_pairs": n} for n in dict.fromkeys(s.num_pairs)}
+            settings |= {"factors": s.factors, "key_length": s.key_length}
+            cells = {f"kv_{n}_pairs": settings | {"num_pairs": n} for n in dict.fromkeys(s.num_pairs)}
         else:
             if s.mdqa_data is None:
                 raise UserError("--tasks mdqa needs --mdqa-data, the file nq-open-oracle.jsonl.gz")
-            of_task |= {"factors": s.mdqa_factors or s.factors, "data": s.mdqa_data, "distractors": "random"}
-            of_task |= {"num_documents": s.num_documents, "max_new_tokens": s.max_new_tokens, "metrics": s.mdqa_metrics}
-            of_cell = {f"mdqa_{s.num_documents}_documents": of_task}
-        found |= {name: CompareSettings.of(**of, output_path=s.output_path / name) for name, of in of_cell.items()}
+            settings |= {"factors": s.mdqa_factors or s.factors, "data": s.mdqa_data, "distractors": "random"}
+            settings |= {"num_documents": s.num_documents, "max_new_tokens": s.max_new_tokens, "metrics": s.mdqa_metrics}
+            cells = {f"mdqa_{s.num_documents}_documents": settings}
+        found |= {name: CompareSettings.of(**of, output_path=s.output_path / name) for name, of in cells.items()}
     return found
 
 
 def results_of(settings: CompareSettings) -> dict[str, Any]:
-    """The results of a finished comparison. Raises UserError where its settings were others."""
+    """The results of a finished comparison. Raises UserError if its settings differ."""
     results = read_json(settings.run.output_path / "results.json")
     wanted = json.loads(json.dumps(settings.flat(), default=str))
     names = wanted.keys() - {"output_path", "batch_size", "resume", "overwrite"}
@@ -162,19 +162,19 @@ def results_of(settings: CompareSettings) -> dict[str, Any]:
 
 
 def table(task: str, methods: Mapping[str, Mapping[str, Any]]) -> str:
-    """Accuracy by position, what it costs, and the paper's rows."""
+    """Accuracy by position, costs, and the paper's rows."""
     rows = []
-    for name, it in methods.items():
-        holm = {"p_against_baseline,none": it["against_baseline"]["p_holm"]} if "against_baseline" in it else {}
-        costs = [f"{it['passes_per_token']:g}", f"{it['seconds_against_baseline']:.2f}", it["setting"] or "-"]
-        rows.append([*row(name, [{**it, **holm}]), *costs])
-    for model, of_model in PAPER[task].items():
-        rows += [[f"paper: {model}, {name}", *values.split(), "-", "-", "-", "-"] for name, values in of_model.items()]
+    for name, record in methods.items():
+        holm = {"p_against_baseline,none": record["against_baseline"]["p_holm"]} if "against_baseline" in record else {}
+        costs = [f"{record['passes_per_token']:g}", f"{record['seconds_against_baseline']:.2f}", record["setting"] or "-"]
+        rows.append([*row(name, [{**record, **holm}]), *costs])
+    for model, printed in PAPER[task].items():
+        rows += [[f"paper: {model}, {name}", *values.split(), "-", "-", "-", "-"] for name, values in printed.items()]
     return markdown_table([*header("method", POSITIONS[task]), "passes a token", "time", "setting"], rows)
 
 
 def main(s: Settings) -> None:
-    """Run what is missing and write the tables."""
+    """Run missing comparisons and write the tables."""
     cells = comparisons(s)
     for number, (name, settings) in enumerate(cells.items()):
         if in_part(number, s.part) and not (settings.run.output_path / "results.json").exists():
@@ -190,9 +190,9 @@ def main(s: Settings) -> None:
         + "\n"
     )
     parts = [about]
-    for name, it in results.items():
-        parts += [f"## {name}\n", table(name_of(cells[name].task), it["methods"])]
-        parts += [f"{method}: left out. {reason}\n" for method, reason in it["refused"].items()]
+    for name, record in results.items():
+        parts += [f"## {name}\n", table(name_of(cells[name].task), record["methods"])]
+        parts += [f"{method}: left out. {reason}\n" for method, reason in record["refused"].items()]
     write_tables(
         GridFlags(output_path=s.output_path), "Methods by position (Table 1)", parts, {"ours": results, "paper": PAPER}
     )

@@ -1,8 +1,8 @@
-"""ZeroSCROLLS with factors found elsewhere (Table 2).
+"""ZeroSCROLLS with factors from another search (Table 2).
 
     python experiments/table02_zero_scrolls.py --factors RUN/factors.json --data-folder DATA --limit 20
 
-The paper's figures are of the validation splits, about 20 examples a column. Summaries are scored by the geometric mean of
+The paper's figures are for the validation splits, about 20 examples per column. Summaries are scored by the geometric mean of
 ROUGE-1, -2 and -L over the corpus. QMSum is also read from its own repository's file.
 """
 
@@ -49,7 +49,7 @@ NOT_IN_PAPER = ("quality", "book_sum_sort")
 
 
 def files_of(subset: str) -> tuple[str, ...]:
-    """Where the validation file of a subset may lie: the benchmark's own .zip has SUBSET/validation.jsonl."""
+    """Possible paths of a subset's validation file: the benchmark's own .zip has SUBSET/validation.jsonl."""
     files = (f"**/{subset}_validation.jsonl*", f"**/{subset}/validation.jsonl*")
     return (*files, "**/qmsum/ALL_val.jsonl*", "**/qmsum/val.jsonl*") if subset == "qmsum" else files
 

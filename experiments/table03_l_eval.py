@@ -1,9 +1,9 @@
-"""L-Eval with factors found elsewhere (Table 3).
+"""L-Eval with factors from another search (Table 3).
 
     python experiments/table03_l_eval.py --factors RUN/factors.json --data-folder DATA --limit 50
 
-The paper's four closed-ended columns, by the benchmark's `exam` score (some of several right letters are a quarter, an output
-without a letter counts as A). Open-ended files that are there are measured beside them, by F1 or ROUGE.
+The paper's four closed-ended columns, by the benchmark's `exam` score (some of several right letters score a quarter, and an
+output without a letter counts as A). Open-ended files, if present, are measured too, by F1 or ROUGE.
 """
 
 from dataclasses import dataclass

@@ -1,10 +1,10 @@
-"""What factors found elsewhere cost in general ability (Table 4): questions that need no long context.
+"""The effect of factors from another search on general ability (Table 4): questions that need no long context.
 
     python experiments/table04_general.py --factors RUN/factors.json --data-folder DATA --limit 1000
 
-MMLU (test) and C-Eval (val), five shots, by the likeliest letter: the paper says neither split nor shots. Beside them, from
-lost-in-the-middle's nq-open-oracle file, questions without any document and with the gold one alone; of these the test part,
-for factors may have been searched on the others.
+MMLU (test) and C-Eval (val), five shots, by the likeliest letter; the paper names neither split nor shots. In addition,
+questions of lost-in-the-middle's nq-open-oracle file without any document and with only the gold one. Of these the test part is
+used, because factors may have been searched on the rest.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class Settings(BenchmarkFlags):
 
     output_path: Path = Path("runs/table04")
     limit: int | None = 1000
-    """Questions of each column, spread evenly over the file or subjects; more than there are means all."""
+    """Questions of each column, evenly spaced over the file or subjects; a larger number means all."""
 
 
 def main(s: Settings) -> None:

@@ -1,16 +1,16 @@
-"""What each method costs: time and memory of a prompt, and with new tokens behind it (Table 5).
+"""Costs of each method: time and memory of a prompt, and with new tokens after it (Table 5).
 
     python experiments/table05_latency.py --shape llama-2-7b --tokens 2048
     python experiments/table05_latency.py --model smollm2-135m-instruct --tokens 2048
 
-A shape has random weights, made on the device in their own dtype; times depend on sizes and not on values, so no setting is
+A shape has random weights, made on the device in their own dtype. Times depend on sizes and not on values, so no setting is
 tuned: Attention Buckets has its seven bases, MoICE an untrained router of as many, Self-Extend groups of 4 beyond 512 tokens,
-LPES a factor for each layer that rises from 1 to 2. All methods take turns in one process on the same random tokens, with the
-same attention kernel; a figure is the median of the rounds, without the first. Memory is what a program needs beside weights
-and prompts. Methods of the same structure and sizes are one compiled program, called with other tables; the column `program`
-numbers them. What has the baseline's number costs what the baseline costs, by construction.
+and LPES a factor per layer that rises from 1 to 2. All methods take turns in one process on the same random tokens, with the
+same attention kernel. A figure is the median of the rounds, without the first. Memory is what a program needs in addition to
+weights and prompts. Methods of the same structure and sizes share one compiled program, called with other tables; the column
+`program` numbers the programs. A method with the baseline's number therefore costs exactly as much as the baseline.
 
-One JSON a number of tokens: what is there is not measured again. Then tables.md and summary.json.
+Each number of tokens writes one JSON file; existing ones are not measured again. Then tables.md and summary.json are written.
 
 Letters: B batch, T tokens.
 """
@@ -34,7 +34,7 @@ from transfer import load_cell
 from lpes_jax.compare import NAMES
 from lpes_jax.errors import UserError
 from lpes_jax.evaluation import BASELINE, environment
-from lpes_jax.factors import LayerFactors, write_json
+from lpes_jax.factors import LayerFactors
 from lpes_jax.methods import Maker
 from lpes_jax.methods.attention_buckets import attention_buckets
 from lpes_jax.methods.hidden_channel import hidden_channel
@@ -48,29 +48,30 @@ from lpes_jax.models.llama.generate import greedy
 from lpes_jax.models.llama.method import Method, of_table
 from lpes_jax.rope import RopeParameters
 from lpes_jax.scoring import batch_scores, pack_rows
+from lpes_jax.store.files import write_json
 
 SHAPES = {"llama-2-7b": "llama-2-7b-chat", "llama-2-13b": "vicuna-13b-v1.5", "qwen2.5-7b": "qwen2.5-7b"}  # and their zoo cards
-PAPER = {"baseline": 0.71, "attention_buckets": 3.38, "ms_poe": 1.03, "moice": 1.72, "lpes": 0.71}  # seconds a sample
+PAPER = {"baseline": 0.71, "attention_buckets": 3.38, "ms_poe": 1.03, "moice": 1.72, "lpes": 0.71}  # seconds per sample
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Which sizes, and how often."""
+    """Sizes and numbers of rounds."""
 
     output_path: Path = Path("runs/table05")
-    """Folder of the cells, of tables.md and summary.json."""
+    """Folder of the cells, tables.md and summary.json."""
     shape: Literal["llama-2-7b", "llama-2-13b", "qwen2.5-7b"] = "llama-2-7b"
     """Sizes of a model, with random weights."""
     model: str | None = None
     """A model to load instead: a name in models/zoo, a folder, a .gguf file, or a Hugging Face hub id."""
     tokens: tuple[int, ...] = (2048,)
-    """Tokens of a prompt; each is a table."""
+    """Tokens of a prompt; each number is a table."""
     prompts: int = 1
-    """B: prompts a pass."""
+    """B: prompts per pass."""
     methods: tuple[str, ...] = NAMES
-    """As compare's."""
+    """As in compare."""
     new_tokens: int = 32
-    """Tokens that are generated behind the prompt; 0: none."""
+    """Tokens to generate after the prompt; 0: none."""
     repeats: int = 20
     """Rounds of prompts."""
     generation_repeats: int = 5
@@ -78,18 +79,18 @@ class Settings:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on a GPU, float32 on a CPU."""
     seed: int = 0
-    """Of the weights and the tokens."""
+    """Seed of the weights and the tokens."""
 
 
 def config_of(shape: str) -> LlamaConfig:
-    """The sizes on the zoo's card."""
+    """The sizes from the zoo's card."""
     card = json.loads((Path(zoo.__file__).parent / SHAPES[shape] / "model.json").read_text(encoding="utf-8"))["config"]
     rope = RopeParameters.from_hf({"rope_parameters": card.pop("rope")}, shape)
     return LlamaConfig(**card, rms_norm_eps=1e-5, rope=rope)
 
 
 def random_model(config: LlamaConfig, seed: int, dtype: str) -> Llama:
-    """Norms of 1 and other weights normal with 0.02, made on the device in `dtype`, one layer of one weight at a time."""
+    """Norms of 1 and other weights normal with 0.02, made on the device in `dtype`, for one layer of one weight at a time."""
     shapes = jax.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0), dtype=jnp.dtype(dtype)))
     leaves, structure = jax.tree.flatten_with_path(shapes)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
@@ -129,7 +130,7 @@ def makers(config: LlamaConfig, seed: int) -> dict[str, Maker]:
 
 
 def methods_of(s: Settings, config: LlamaConfig, length: int) -> tuple[dict[str, Method], dict[str, str]]:
-    """Each method for texts of `length` tokens, and why others cannot be had."""
+    """Each method for texts of `length` tokens, and the reasons for missing ones."""
     methods, refused = {}, {}
     for name, maker in makers(config, s.seed).items():
         if name == BASELINE or name in s.methods:
@@ -141,7 +142,7 @@ def methods_of(s: Settings, config: LlamaConfig, length: int) -> tuple[dict[str,
 
 
 def compiled(run: Callable[..., Any], arguments: tuple[Any, ...], known: dict[Any, Any]) -> tuple[Any, list[Any]]:
-    """The compiled program of `run`, from `known` where one of the same structure and shapes is there, and its arguments."""
+    """The compiled program of `run` and its arguments; from `known` if it has the same structure and shapes."""
     leaves, structure = jax.tree.flatten(arguments)
     key = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
     if key not in known:
@@ -150,11 +151,11 @@ def compiled(run: Callable[..., Any], arguments: tuple[Any, ...], known: dict[An
 
 
 def costs(run: Callable[..., Any], arguments: Mapping[str, tuple[Any, ...]], repeats: int) -> dict[str, dict[str, Any]]:
-    """Of `run` on each entry's arguments: seconds, their ratio to the baseline's, bytes, and the number of the program."""
+    """Costs of `run` on each entry's arguments: seconds, ratio to the baseline, bytes, and the number of the program."""
     known: dict[Any, Any] = {}
     programs = {name: compiled(run, given, known) for name, given in arguments.items()}
     seconds: dict[str, list[float]] = {name: [] for name in programs}
-    order = np.random.default_rng(0)  # drawn anew each round: no method always comes behind the same one
+    order = np.random.default_rng(0)  # shuffled in each round, so that no method always follows the same one
     for _ in range(repeats + 1):
         for name in order.permutation(list(programs)):
             program, leaves = programs[name]
@@ -194,14 +195,14 @@ def measure(s: Settings, loaded: Loaded, tokens: int) -> dict[str, Any]:
 
 
 def table(record: Mapping[str, Any], new_tokens: int) -> str:
-    """A row a method, then the paper's: seconds of a question with its answer."""
+    """One row per method, then the paper's: seconds of a question with its answer."""
     generated = "generation" in record
     rows = []
-    for name, it in record["prompt"].items():
-        cells = [f"{1000 * it['seconds']:.2f}", f"{it['against_baseline']:.2f}", _mebibytes(it), str(it["program"])]
+    for name, cost in record["prompt"].items():
+        cells = [f"{1000 * cost['seconds']:.2f}", f"{cost['against_baseline']:.2f}", _mebibytes(cost), str(cost["program"])]
         if generated:
-            it = record["generation"][name]
-            cells += [f"{1000 * it['seconds']:.1f}", f"{it['against_baseline']:.2f}", _mebibytes(it)]
+            cost = record["generation"][name]
+            cells += [f"{1000 * cost['seconds']:.1f}", f"{cost['against_baseline']:.2f}", _mebibytes(cost)]
         rows.append([name, f"{record['passes'][name]:g}", *cells])
     for name, seconds in PAPER.items():
         cells = [f"{1000 * seconds:.0f}", f"{seconds / PAPER[BASELINE]:.2f}", "-"]
@@ -212,12 +213,12 @@ def table(record: Mapping[str, Any], new_tokens: int) -> str:
     return markdown_table(header, rows)
 
 
-def _mebibytes(it: Mapping[str, Any]) -> str:
-    return "-" if it["program_memory_bytes"] is None else f"{it['program_memory_bytes'] / 2**20:.0f}"
+def _mebibytes(cost: Mapping[str, Any]) -> str:
+    return "-" if cost["program_memory_bytes"] is None else f"{cost['program_memory_bytes'] / 2**20:.0f}"
 
 
 def main(s: Settings) -> None:
-    """Measure what is missing and write the tables."""
+    """Measure missing lengths and write the tables."""
     for name, least in (("prompts", 1), ("repeats", 1), ("generation_repeats", 1), ("new_tokens", 0)):
         if getattr(s, name) < least:
             raise UserError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(s, name)}")
@@ -256,7 +257,7 @@ def _loaded(s: Settings) -> Loaded:
     dtype = ("float32" if jax.default_backend() == "cpu" else "bfloat16") if s.dtype == "auto" else s.dtype
     config = config_of(s.shape)
     identity = {"name": f"{s.shape}, random weights", "num_layers": config.num_layers, "sha256": None, "dtype": dtype}
-    tokenizer: Any = None  # nothing is text here
+    tokenizer: Any = None  # no text is used
     return Loaded(random_model(config, s.seed, dtype), tokenizer, identity, [])
 
 

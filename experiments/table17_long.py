@@ -1,9 +1,9 @@
-"""L-Eval with prompts of up to 15,872 tokens, factors found elsewhere (Table 17).
+"""L-Eval with prompts of up to 15,872 tokens and factors from another search (Table 17).
 
     python experiments/table17_long.py --factors RUN/factors.json --data-folder DATA --limit 50
 
-Table 3's columns, cut later. A model with a smaller window gets what fits beside the tokens to generate: the table of prompts
-says how many were cut, and how long they are.
+Table 3's columns with a longer limit. A model with a smaller window gets what fits together with the tokens to generate; the
+table of prompts says how many were cut, and their lengths.
 """
 
 from dataclasses import dataclass

@@ -1,10 +1,10 @@
-"""Tables of searches as data: what a file in specs/ says, the searches that it stands for, and its tables.
+"""Tables of searches as data: the files in specs/, the searches that they describe, and their tables.
 
     spec = read_spec("table07_control_points")
-    summary = run(spec, flags)              # one search for each cell and seed, those that are finished not again
-    tables(spec, flags, summary)            # Markdown, from what summary.json holds
+    summary = run(spec, flags)              # one search per cell and seed; finished ones are not run again
+    tables(spec, flags, summary)            # Markdown, from the contents of summary.json
 
-`run_table.py` is the command.
+The command is `run_table.py`.
 """
 
 import math
@@ -46,9 +46,9 @@ from lpes_jax.tasks.flags import task_of
 from lpes_jax.text_files import read_text
 
 SPECS = Path(__file__).with_name("specs")
-PASSES_PER_STEP = 4  # forward passes that a forward and a backward pass with rematerialised layers cost
+PASSES_PER_STEP = 4  # forward passes that cost as much as a forward and backward pass with rematerialised layers
 
-# Columns that are one number of a search: its key in summary.json, and how it is shown.
+# Columns with one number per search: its key in summary.json, and its format.
 COLUMNS = {
     "generations": ("generations", ".0f"),
     "generations until best": ("generations_until_best", ".3g"),
@@ -62,24 +62,32 @@ COLUMNS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """A table: which searches it needs, and how what they found is shown. Values are as the TOML file has them.
+    """A table: the searches that it needs, and how their results are shown. Values are those of the TOML file.
 
-    title, manual: of the table, and what `--help` says. name: the file's.
-    about: what stands above the table, where {names} are flags; paper_model: what the paper's rows were measured on.
-    flags: other defaults of the command's flags. options: flags of this table alone, each with `default` and `help`; those that
-    have the name of a search's flag set that flag.
-    cells: flags of each cell's searches, by the name of its folder ("": there is one cell). vary: a flag and its values, each
-    a cell with the value as its name. fixed: flags of all searches.
-    equal_evaluations: each cell may have as many individuals scored as --budget says, or else as the GA of the flags makes.
-    skip_refused: cells that the search refuses are listed with the reason.
-    measure: what is measured together on one set of questions: "found" (by each cell) or "uniform" (the flag --factors).
-    first_column: its head. columns: of `COLUMNS`, "positions" (accuracy at each, mean, p) or "accuracy (std)" (over positions).
-    rows: title, cell ("": the first that ran), and what of it: baseline, uniform (the tuned uniform factor) or lpes (what was
-    found). Left out: the baseline, then what every cell found.
-    tests: two cells that are compared question by question, and what the line below the table calls that.
-    paper: the paper's rows as printed, below ours; or, under `paper_columns`, cells beside our rows of the same titles.
-    paper_totals: with "found", the paper's mean and variance over the sets.
-    code, own: the module that has `run` and `tables` in place of this one, and what else it reads.
+    Attributes:
+        name: The file's name.
+        title: The table's title.
+        manual: The text of `--help`.
+        about: The text above the table, in which {names} are flags.
+        paper_model: The model of the paper's rows.
+        flags: Other defaults of the command's flags.
+        options: Flags of this table only, each with `default` and `help`; those named like a search's flag set that flag.
+        cells: Flags of each cell's searches, by the name of its folder ("": a single cell).
+        vary: A flag and its values; each value is a cell, named after it.
+        fixed: Flags of all searches.
+        equal_evaluations: Whether each cell may score --budget individuals, by default as many as the GA of the flags.
+        skip_refused: Whether cells that the search refuses are listed with the reason.
+        measure: What is measured together on one set of questions: "found" (by each cell) or "uniform" (the flag --factors).
+        first_column: Its header.
+        columns: Names in `COLUMNS`, "positions" (accuracy at each, mean, p) or "accuracy (std)" (over positions).
+        rows: Title, cell ("": the first that ran), and which result: baseline, uniform (the tuned uniform factor) or lpes (the
+            found factors). Default: the baseline, then the found factors of every cell.
+        tests: Two cells that are compared question by question, and the name of the test in the line below the table.
+        paper: The paper's rows as printed, below ours; or, with `paper_columns`, cells beside our rows with the same titles.
+        paper_columns: See `paper`.
+        paper_totals: With "found", the paper's mean and variance over the sets.
+        code: The module whose `run` and `tables` replace those of this one.
+        own: Further entries for that module.
     """
 
     name: str
@@ -106,12 +114,12 @@ class Spec:
     own: dict[str, Any] = field(default_factory=dict)
 
     def settings(self) -> dict[str, dict[str, Any]]:
-        """What makes each cell what it is, by its name."""
+        """The flags of each cell, by its name."""
         varied = {str(value): {flag: value} for flag, values in self.vary.items() for value in values}
         return self.cells | varied
 
     def all_rows(self) -> list[list[str]]:
-        """Title, cell and what of it, in order."""
+        """Title, cell and result of each row, in order."""
         if self.rows is not None:
             return self.rows
         return [["baseline", "", "baseline"], *([name, name, "lpes"] for name in self.settings())]
@@ -123,9 +131,9 @@ def read_spec(name: str) -> Spec:
 
 
 def flags_type(spec: Spec) -> tuple[type[GridFlags], GridFlags]:
-    """The flags of a table: those of all grids and its own; and their defaults."""
-    cells = {"default": [], "help": f"Run these cells alone, of: {', '.join(spec.settings())}."}
-    render = {"default": False, "help": "Run nothing: print the tables of the summary.json in --output-path."}
+    """The flags of a table, which are those of all grids plus its own, and their defaults."""
+    cells = {"default": [], "help": f"Run only these cells, of: {', '.join(spec.settings())}."}
+    render = {"default": False, "help": "Run nothing; print the tables of the summary.json in --output-path."}
     options = spec.options | ({"cells": cells} if len(spec.settings()) > 1 else {}) | {"render": render}
     own = []
     for name, option in options.items():
@@ -138,7 +146,7 @@ def flags_type(spec: Spec) -> tuple[type[GridFlags], GridFlags]:
 
 
 def as_flag(value: Any) -> Any:
-    """A value of a TOML file as settings have it."""
+    """A value of a TOML file as a value of settings."""
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -160,7 +168,7 @@ def cells_of(spec: Spec, s: GridFlags) -> dict[tuple[str, int], SearchSettings]:
 
 
 def equal_evaluations(s: GridFlags, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """What lets a search have as many individuals scored as the others, or take the steps that as many prompts pay for."""
+    """Settings that give a search as many scored individuals as the others, or as many gradient steps as cost the same."""
     usual, budget = s.search(**changes), getattr(s, "budget", None)
     if usual.algorithm == "gradient":
         prompts = (budget or 0) * usual.questions.limit * len(usual.objective.search_positions)
@@ -174,7 +182,7 @@ def equal_evaluations(s: GridFlags, changes: Mapping[str, Any]) -> dict[str, Any
 
 
 def run(spec: Spec, s: GridFlags) -> dict[str, Any]:
-    """Run the searches of the part that are not finished; what summary.json holds of all. A part ends the program."""
+    """Run the unfinished searches of the part; returns the contents of summary.json. A part ends the program."""
     cells, refused = cells_of(spec, s), {}
     if spec.measure:
         settings = held_out_settings(s)
@@ -187,15 +195,15 @@ def run(spec: Spec, s: GridFlags) -> dict[str, Any]:
                 if not spec.skip_refused:
                     raise
                 refused[name] = str(error)
-    left = {at: cell for at, cell in cells.items() if at[0] not in refused}
-    if cells and not left:
+    remaining = {key: cell for key, cell in cells.items() if key[0] not in refused}
+    if cells and not remaining:
         raise UserError(f"no cell of this table can be run: {next(iter(refused.values()))}")
-    found = collect({folder_of(*at): cell for at, cell in left.items()}, s)
-    records = {name: [found[folder_of(name, seed)] for seed in s.seeds] for name, _ in left}
+    found = collect({folder_of(*key): cell for key, cell in remaining.items()}, s)
+    records = {name: [found[folder_of(name, seed)] for seed in s.seeds] for name, _ in remaining}
     ours = {}
     for title, name, what in spec.all_rows():
-        if of_seeds := records.get(name or next(iter(records), "")):
-            ours[title] = entry(of_seeds, what, spec.columns)
+        if seed_records := records.get(name or next(iter(records), "")):
+            ours[title] = entry(seed_records, what, spec.columns)
     summary: dict[str, Any] = {"ours": ours, "paper": spec.paper}
     for one, other, _ in spec.tests:
         if one in records and other in records:
@@ -207,66 +215,66 @@ def run(spec: Spec, s: GridFlags) -> dict[str, Any]:
 
 
 def folder_of(cell: str, seed: int) -> str:
-    """Where the search of a cell lies, below --output-path."""
+    """The folder of a cell's search, below --output-path."""
     return f"{cell}/seed{seed}" if cell else f"seed{seed}"
 
 
-def entry(of_seeds: Sequence[dict[str, Any]], what: str, columns: Sequence[str]) -> dict[str, Any]:
-    """A row in summary.json: the held-out figures of each seed, and the means over seeds of what its columns show."""
-    found = [figures(record, what) for record in of_seeds]
+def entry(records: Sequence[dict[str, Any]], what: str, columns: Sequence[str]) -> dict[str, Any]:
+    """A row in summary.json: the held-out figures of each seed, and the means over seeds of its columns."""
+    found = [figures(record, what) for record in records]
     means: dict[str, list[float]] = {}
-    if "accuracy (std)" in columns:  # in percent; population's standard deviation
-        by_position = [100 * np.array(list(it["acc_by_position"].values())) for it in found]
-        means = {"mean": [it.mean() for it in by_position], "std": [it.std() for it in by_position]}
+    if "accuracy (std)" in columns:  # in percent; standard deviation of the population
+        by_position = [100 * np.array(list(result["acc_by_position"].values())) for result in found]
+        means = {"mean": [values.mean() for values in by_position], "std": [values.std() for values in by_position]}
     for key in (COLUMNS[name][0] for name in columns if name in COLUMNS and what == "lpes"):
-        means[key] = [number(record, key) for record in of_seeds]
+        means[key] = [number(record, key) for record in records]
     return {"figures": found} | {key: float(np.mean(values)) for key, values in means.items()}
 
 
 def number(record: dict[str, Any], key: str) -> float:
-    """What a search cost, how fit its best individual is, and when that was first seen."""
+    """A search's cost, the fitness of its best individual, or the generation that found it."""
     search, history = record["factors"]["search"], record["history"]
     if key == "generations":
         return history[-1]["generation"]
     if key == "generations_until_best":
-        return next(it["generation"] for it in history if it["id"] == search["best_individual"])
+        return next(line["generation"] for line in history if line["id"] == search["best_individual"])
     return search[{"fitness": "fitness_of_best", "evaluations": "evaluations_of_algorithm"}.get(key, key)]
 
 
 def provenance(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Versions, devices and date of the newest search; without one, of this process."""
+    """Versions, devices and date of the newest search; without searches, of this process."""
     now = environment() | {"date": datetime.now(UTC).isoformat(timespec="seconds")}
     newest = max((record["results"] for record in records), key=lambda results: results["date"], default=now)
     return {name: newest[name] for name in ("versions", "devices", "date")}
 
 
 def held_out_settings(s: GridFlags) -> SearchSettings:
-    """Those of the questions that all of a table is measured on."""
+    """The settings of the questions on which the whole table is measured."""
     return s.search(seed=getattr(s, "test_seed", s.seeds[0]))
 
 
 def measured(spec: Spec, s: Any, records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What is measured together on one set of questions, and what is said of all of it."""
+    """Measure candidates together on one set of questions; returns figures and summaries."""
     settings = held_out_settings(s)
     loaded = loaded_once(s.model, settings.devices.dtype)
     if spec.measure == "uniform":
         layers = loaded.model.config.num_layers
         candidates = {f"{factor:g}": LayerFactors.uniform(factor, layers) for factor in s.factors}
     else:
-        of_sets = zip(s.seeds, records, strict=True)
-        candidates = {f"LPES (set {seed})": LayerFactors.load(record["folder"] / "factors.json") for seed, record in of_sets}
+        sets = zip(s.seeds, records, strict=True)
+        candidates = {f"LPES (set {seed})": LayerFactors.load(record["folder"] / "factors.json") for seed, record in sets}
     outcomes = held_out(settings, loaded, candidates)
     ours = figures_of(list(outcomes.values()), slots_of(task_of(settings.task), settings.questions.positions))
     if spec.measure == "uniform":
         by_position = np.array([list(ours[name]["acc_by_position"].values()) for name in candidates])
         best = [*by_position.argmax(axis=0), by_position.mean(axis=1).argmax()]
-        return {"ours": ours, "best": [list(candidates)[at] for at in best]}
+        return {"ours": ours, "best": [list(candidates)[index] for index in best]}
     means = [100 * ours[name]["acc,none"] for name in candidates]
     return {
         "ours": ours,
         "mean": float(np.mean(means)),
         "sample variance": float(np.var(means, ddof=1)) if len(means) > 1 else None,
-        "factors": {name: it.factors.tolist() for name, it in candidates.items()},
+        "factors": {name: factors.factors.tolist() for name, factors in candidates.items()},
         "fitness": {
             f"seed{seed}": record["factors"]["search"]["fitness_of_best"] for seed, record in zip(s.seeds, records, strict=True)
         },
@@ -274,7 +282,7 @@ def measured(spec: Spec, s: Any, records: Sequence[dict[str, Any]]) -> dict[str,
 
 
 def in_order_of(seed: int, data: Path, folder: Path) -> Path:
-    """A copy of a .jsonl or .jsonl.gz with its lines in the order that the seed draws."""
+    """A copy of a .jsonl or .jsonl.gz with its lines shuffled by the seed."""
     lines = [line for line in read_text(data).split("\n") if line.strip()]
     random.Random(f"lpes search set {seed}").shuffle(lines)
     folder.mkdir(parents=True, exist_ok=True)
@@ -284,21 +292,21 @@ def in_order_of(seed: int, data: Path, folder: Path) -> Path:
 
 
 def about(spec: Spec, s: GridFlags) -> str:
-    """What stands above the tables."""
-    of_paper = [other_model(spec.paper_model)] if spec.paper_model else []
-    return s.describe(" ".join([*([spec.about.format(**vars(s))] if spec.about else []), *of_paper]))
+    """The text above the tables."""
+    paper = [other_model(spec.paper_model)] if spec.paper_model else []
+    return s.describe(" ".join([*([spec.about.format(**vars(s))] if spec.about else []), *paper]))
 
 
 def tables(spec: Spec, s: GridFlags, summary: Mapping[str, Any]) -> list[str]:
-    """The tables in Markdown, from what `run` left (or its forerunners, whose entries are bare figures)."""
-    ours = {title: as_entry(it) for title, it in summary.get("ours", summary).items() if title != "refused"}
+    """The tables in Markdown, from the result of `run` (or of its earlier versions, whose entries are bare figures)."""
+    ours = {title: as_entry(value) for title, value in summary.get("ours", summary).items() if title != "refused"}
     heads, beside = [spec.first_column], bool(spec.paper_columns)
     for column in spec.columns:
         positions = list(next(iter(ours.values()))["figures"][0]["acc_by_position"]) if column == "positions" else []
         heads += header("", positions)[1:] if positions else [column]
     rows = []
-    for title, it in ours.items():
-        cells = [cell for column in spec.columns for cell in shown(it, column)]
+    for title, row_entry in ours.items():
+        cells = [cell for column in spec.columns for cell in shown(row_entry, column)]
         rows.append([title, *cells, *(spec.paper.get(title, ["-"] * len(spec.paper_columns)) if beside else [])])
     if "best" in summary:
         rows.append(["best factor", *summary["best"], "-"])
@@ -314,19 +322,20 @@ def tables(spec: Spec, s: GridFlags, summary: Mapping[str, Any]) -> list[str]:
     return parts + [f"Not run: {name} ({reason}).\n" for name, reason in summary.get("refused", {}).items()]
 
 
-def as_entry(it: Any) -> dict[str, Any]:
-    """A row's entry: older summaries have the figures of one set, or of each seed, in its place."""
-    if isinstance(it, list):
-        return {"figures": it}
-    return {"figures": [it]} if "metric" in it else it
+def as_entry(value: Any) -> dict[str, Any]:
+    """A row's entry. Older summaries have the figures of one set, or of each seed, in its place."""
+    if isinstance(value, list):
+        return {"figures": value}
+    return {"figures": [value]} if "metric" in value else value
 
 
-def shown(it: Mapping[str, Any], column: str) -> list[str]:
+def shown(row_entry: Mapping[str, Any], column: str) -> list[str]:
     """An entry's cells of a column."""
     if column == "positions":
-        return row("", it["figures"])[1:]
+        return row("", row_entry["figures"])[1:]
     if column == "accuracy (std)":
-        return [f"{it['mean']:.1f} (± {it['std']:.2f})"]
+        return [f"{row_entry['mean']:.1f} (± {row_entry['std']:.2f})"]
     key, form = COLUMNS[column]
-    nothing = key not in it or (key == "evaluations" and not it[key])  # the gradient scores no individuals
-    return ["-" if nothing else f"{it[key]:{form}}"]
+    # The gradient scores no individuals.
+    nothing = key not in row_entry or (key == "evaluations" and not row_entry[key])
+    return ["-" if nothing else f"{row_entry[key]:{form}}"]

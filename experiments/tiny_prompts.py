@@ -1,7 +1,7 @@
 """The training prompts of the small Llama that the project bundles: its tokenizer and random rows in the key-value template.
 
 Rows are made on the device: the template's fixed token ids with random hexadecimal digits between them. A row is a JSON object
-and one question or several behind it, each with its answer:
+followed by one or several questions with their answers:
 
     <begin>Extract the value ... JSON data:
     {"4c03...": "81d2...",
@@ -10,7 +10,7 @@ and one question or several behind it, each with its answer:
     Key: "e81f..."
     Corresponding value: "09ab..."<end of text>
 
-`Conditions` say how many pairs stand in it and which of them are asked for.
+`Conditions` say how many pairs it has and which of them are asked for.
 
 Letters: B rows, T tokens, M the most pairs in a row, N the longest key in characters, Q questions in a row.
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 END, BEGIN = "<|endoftext|>", "<|begin|>"
-# Whole tokens. None is made of hexadecimal digits alone, and none joins the end of a prompt with the begin of an answer.
+# Whole tokens. None consists only of hexadecimal digits, and none joins the end of a prompt with the beginning of an answer.
 PIECES = (
     *("Extract", " the", " value", " corresponding", " to", " specified", " key", " in", " JSON", " object", " below", " data"),
     *("JSON", "Key", "Corresponding", "\n\n", '{"', '": "', '",\n "', '"}', ' "'),
@@ -38,13 +38,13 @@ PIECES = (
 
 
 def make_tokenizer() -> "PreTrainedTokenizerFast":
-    """`PIECES` as whole tokens, each other byte a token of its own; one `BEGIN` in front."""
+    """A tokenizer with `PIECES` as whole tokens and a token for each other byte; it adds one `BEGIN` before a text."""
     from transformers import PreTrainedTokenizerFast
 
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     pieces = [byte_level.pre_tokenize_str(piece)[0][0] for piece in PIECES]
     tokens = [END, BEGIN, *sorted(pre_tokenizers.ByteLevel.alphabet()), *pieces]
-    # No merges: a piece that the split below cuts out is in the vocabulary as it is, all else falls into bytes.
+    # No merges: a piece that the split below cuts out is in the vocabulary, and everything else becomes bytes.
     tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, [], ignore_merges=True))
     longest_first = sorted(PIECES, key=len, reverse=True)
     split = Regex("|".join(map(re.escape, longest_first)) + r"|[\s\S]")
@@ -58,7 +58,7 @@ def make_tokenizer() -> "PreTrainedTokenizerFast":
         bos_token=BEGIN,
         eos_token=END,
         pad_token=END,
-        clean_up_tokenization_spaces=False,  # decoding gives back the text
+        clean_up_tokenization_spaces=False,  # so that decoding returns the text
     )
 
 
@@ -79,7 +79,7 @@ class Template:
 
 
 def make_template(tokenizer: "PreTrainedTokenizerFast") -> Template:
-    """Of the task's own template and its opener ` "`."""
+    """The template of the task's own prompt and its opener ` "`."""
 
     def ids(text: str) -> tuple[int, ...]:
         return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -102,7 +102,7 @@ def make_template(tokenizer: "PreTrainedTokenizerFast") -> Template:
 
 
 class Shape(NamedTuple):
-    """What a compiled program is for: rows, and the most pairs, characters of a key and questions in a row."""
+    """The sizes of a compiled program: rows, and the most pairs, characters of a key and questions in a row."""
 
     rows: int
     pairs: int
@@ -119,8 +119,8 @@ class Shape(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Content:
-    """What is random in rows: pairs, characters of a key, the slots asked for, the digits of all keys and values, and which
-    pairs stood there before."""
+    """The random part of rows: pairs, characters of a key, the slots asked for, the digits of all keys and values, and which
+    pairs are repetitions."""
 
     pairs: Int[Array, "B"]
     key_length: Int[Array, "B"]
@@ -132,7 +132,7 @@ class Content:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Conditions:
-    """Where `Content` is drawn from; both ends of a range are in it. With `distinct`, so many pairs make all of a row's."""
+    """The distribution of `Content`; ranges include both ends. With `distinct`, a row repeats that many different pairs."""
 
     pairs: tuple[int, int]
     key_length: tuple[int, int]
@@ -145,8 +145,8 @@ class Conditions:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rows:
-    """Token ids; which tokens are digits of a key that stood there before, digits of its value, what closes an answer, and
-    other fixed tokens; the question each token belongs to (-1: none)."""
+    """Token ids; which tokens are digits of a repeated key, digits of its value, the close of an answer, and other fixed
+    tokens; the question of each token (-1: none)."""
 
     tokens: Int[Array, "B T"]
     is_key: Bool[Array, "B T"]
@@ -157,7 +157,7 @@ class Rows:
 
 
 def draw_slots(key: Array, pairs: Int[Array, "B"], questions: int, conditions: Conditions) -> Int[Array, "B Q"]:
-    """With probability `edge_share` one of the first or last `edge_width` of the pairs (at least one), else any pair."""
+    """With probability `edge_share`, one of the first or last `edge_width` of the pairs (at least one), else any pair."""
     at_edge, at_end, where = jax.random.uniform(key, (3, len(pairs), questions))
     count = pairs[:, None].astype(jnp.float32)
     edge = jnp.maximum(jnp.round(conditions.edge_width * count), 1.0)
@@ -168,7 +168,7 @@ def draw_slots(key: Array, pairs: Int[Array, "B"], questions: int, conditions: C
 
 
 def draw_content(key: Array, shape: Shape, conditions: Conditions) -> Content:
-    """Random rows: everything independent, numbers of pairs and key lengths uniform in their ranges."""
+    """Random rows: all independent, with numbers of pairs and key lengths uniform in their ranges."""
     for_pairs, for_length, for_slots, for_digits, for_repeats = jax.random.split(key, 5)
     (fewest, most), (shortest, longest) = conditions.pairs, conditions.key_length
     pairs = jax.random.randint(for_pairs, (shape.rows,), fewest, most + 1)
@@ -186,44 +186,44 @@ def draw_content(key: Array, shape: Shape, conditions: Conditions) -> Content:
 
 
 def assemble(template: Template, shape: Shape, content: Content) -> Rows:
-    """The prompts and answers of `content`, filled up on the right with the end of text.
+    """The prompts and answers of `content`, padded on the right with the end of text.
 
     A row with one question has exactly the ids that the tokenizer gives for the task's prompt, value, closing quote and end.
     """
     head, asks, answers = len(template.head), len(template.question), len(template.answer)
     pairs, length = content.pairs[:, None], content.key_length[:, None]
-    at = jnp.arange(shape.tokens(template))[None, :]
-    record, in_record = jnp.divmod(at - head, 2 * length + 2)
-    behind = at - head - pairs * (2 * length + 2)  # tokens since the JSON object ended
+    positions = jnp.arange(shape.tokens(template))[None, :]
+    record, in_record = jnp.divmod(positions - head, 2 * length + 2)
+    behind = positions - head - pairs * (2 * length + 2)  # tokens since the JSON object ended
     question, in_question = jnp.divmod(behind, asks + answers + 2 * length + 1)
     asked = (question >= 0) & (question < shape.questions)
     in_value = in_question - asks - length - answers
 
-    is_record = (at >= head) & (behind < 0)
+    is_record = (positions >= head) & (behind < 0)
     is_key = asked & (in_question >= asks) & (in_question < asks + length)
     is_value = asked & (in_value >= 0) & (in_value < length)
     is_quote = asked & (in_value == length)
     is_end = (question == shape.questions) & (in_question == 0)
 
-    # The digit at each token: which pair's, of its key or its value, and which one of them.
+    # The digit of each token: of which pair, of its key or value, and its index.
     slot = jnp.take_along_axis(content.slots, jnp.clip(question, 0, shape.questions - 1), axis=1)
     pair = jnp.where(asked, slot, jnp.clip(record, 0, shape.pairs - 1))
-    of_value = jnp.where(asked, is_value, in_record > length).astype(jnp.int32)
-    which = jnp.where(asked, jnp.where(is_value, in_value, in_question - asks), in_record - of_value * (length + 1))
+    value_part = jnp.where(asked, is_value, in_record > length).astype(jnp.int32)
+    which = jnp.where(asked, jnp.where(is_value, in_value, in_question - asks), in_record - value_part * (length + 1))
     which = jnp.clip(which, 0, shape.key_length - 1)
     flat = content.digits.reshape(shape.rows, -1)
-    digit = jnp.take_along_axis(flat, (2 * pair + of_value) * shape.key_length + which, axis=1)
+    digit = jnp.take_along_axis(flat, (2 * pair + value_part) * shape.key_length + which, axis=1)
 
     def fixed(ids: tuple[int, ...], index: Array) -> Array:
         return jnp.asarray(ids, jnp.int32)[jnp.clip(index, 0, len(ids) - 1)]
 
     is_digit = is_key | is_value | (is_record & (in_record != length) & (in_record != 2 * length + 1))
     again = is_record & jnp.take_along_axis(content.repeats, pair, axis=1)
-    is_fixed = (at > 0) & ~is_digit & ((behind < 0) | asked)
+    is_fixed = (positions > 0) & ~is_digit & ((behind < 0) | asked)
 
     tokens = jnp.select(
         [
-            at < head,
+            positions < head,
             is_record & (in_record == length),
             is_record & (in_record == 2 * length + 1) & (record < pairs - 1),
             is_record & (in_record == 2 * length + 1),
@@ -233,7 +233,7 @@ def assemble(template: Template, shape: Shape, content: Content) -> Rows:
             is_quote,
         ],
         [
-            fixed(template.head, at),
+            fixed(template.head, positions),
             jnp.int32(template.between),
             jnp.int32(template.next),
             jnp.int32(template.close),

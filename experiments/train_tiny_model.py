@@ -4,23 +4,23 @@
     python experiments/train_tiny_model.py --output runs/try --num-layers 2 --steps 100 --batch-tokens 2048 \\
         --check-rows 2 --eval-pairs 8 --eval-examples 20 --sweep 1 --probe 3 --probe-examples 5   # a try on a CPU
 
-Prompts are made on the device (`tiny_prompts.py`), so no two batches are alike and none comes from the generator of
+Prompts are made on the device (`tiny_prompts.py`), so no two batches are equal, and none comes from the generator of
 `lpes_jax.tasks.key_value`, which makes the questions of every measurement.
 
-Where the position bias comes from. Short prompts, 4 to 12 pairs (`--train-pairs`), ask for any pair half of the time and
-otherwise for one near an end (`--edge-share`, `--edge-width`). A share of 15 % long prompts, 34 to 38 pairs (`--long-share`,
-`--long-pairs`), asks only for pairs in their first or last tenth (`--long-edge-share`): the middle of a long prompt is never
-asked for in training. RoPE is the same in training, in the saved folder and in the measurement.
+Cause of the position bias: short prompts, 4 to 12 pairs (`--train-pairs`), ask for any pair half of the time and otherwise for
+one near an end (`--edge-share`, `--edge-width`). Long prompts, 34 to 38 pairs (`--long-pairs`), which are 15 %
+(`--long-share`), ask only for pairs in their first or last tenth (`--long-edge-share`). So training never asks for the middle
+of a long prompt. RoPE is the same in training, in the saved folder and in the measurement.
 
-Training has two parts. Stages, each of which lasts until `--stage-accuracy` of the values are right in whole: first JSON
-objects in which a few pairs stand again and again (`--repeat-pairs`, `--repeat-distinct`; the loss is on the repetitions,
-too), then few pairs, once each (`--stage-pairs`); all pairs are asked for alike, several questions behind one JSON object.
-Then the mixture above with one question a prompt, to the end. The loss counts each value, the quote behind it and the end of
-text; the digits of a key asked for count `--key-weight`, because to continue a key that was seen is half of what retrieval
-needs, and the fixed tokens count `--template-weight`.
+Training has two parts. The first consists of stages, each of which lasts until `--stage-accuracy` of the values are completely
+right: first JSON objects that repeat a few pairs (`--repeat-pairs`, `--repeat-distinct`; the loss includes the repetitions),
+then few pairs, once each (`--stage-pairs`). Stages ask for all pairs equally often, with several questions after one JSON
+object. The second part is the mixture above with one question per prompt, to the end. The loss covers each value, the quote
+after it and the end of text. Digits of a key asked for have the weight `--key-weight`, because continuing a key that was seen
+is half of retrieval, and fixed tokens have `--template-weight`.
 
 The folder gets config.json, model.safetensors (bfloat16), the tokenizer's files, training.json (flags, versions, seconds, the
-course of the loss) and evaluation.json (`measure_tiny_model.py`).
+loss by step) and evaluation.json (`measure_tiny_model.py`).
 
 Letters as in `tiny_prompts.py`, and V vocabulary.
 """
@@ -73,9 +73,9 @@ class Settings(Measurement):
     edge_share: float = 0.5
     """Share of questions about a pair near an end; the others are about any pair."""
     edge_width: float = 0.1
-    """How much of the pairs is near an end, at each end."""
+    """The share of the pairs that counts as near an end, at each end."""
     end_share: float = 0.5
-    """Of the questions near an end: how many at the last pairs, and not at the first."""
+    """The share of the questions near an end that ask for the last pairs, not the first."""
     long_share: float = 0.15
     """Share of training steps on long prompts."""
     long_pairs: tuple[int, int] = (34, 38)
@@ -86,17 +86,17 @@ class Settings(Measurement):
     repeat_pairs: int = 12
     """Most pairs in the first stage, which draws all pairs of a prompt from few; 0: no such stage."""
     repeat_distinct: int = 3
-    """How many those few are."""
+    """The number of those few pairs."""
     stage_pairs: tuple[int, ...] = (4, 12)
-    """Most pairs (at least 2) in each of the stages that follow."""
+    """Most pairs (at least 2) in each later stage."""
     stage_questions: int = 4
-    """Questions behind one JSON object in the stages."""
+    """Questions after one JSON object in the stages."""
     stage_shortest_key: int = 4
-    """Keys of the stages have this many characters up to `key_length`."""
+    """Keys of the stages have from this many characters to `key_length`."""
     stage_accuracy: float = 0.9
-    """A stage ends when this share of the values of a report is right in whole."""
+    """A stage ends when this share of the values of a report is completely right."""
     stage_limit: float = 0.6
-    """The stages end at this share of the training at the latest."""
+    """The stages end after this share of the training at the latest."""
 
     num_layers: int = 10
     hidden_size: int = 192
@@ -108,9 +108,9 @@ class Settings(Measurement):
     max_position_embeddings: int = 2048
 
     steps: int = 2500
-    """Optimiser steps, in whole reports; the learning rate falls along a cosine over them."""
+    """Optimiser steps, in whole reports; the learning rate decays along a cosine."""
     batch_tokens: int = 32_768
-    """Tokens of a step."""
+    """Tokens per step."""
     learning_rate: float = 1e-3
     warmup_steps: int = 200
     weight_decay: float = 0.1
@@ -120,13 +120,13 @@ class Settings(Measurement):
     template_weight: float = 0.05
     """Weight of the fixed tokens in the loss."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Of the forward and backward pass (auto: bfloat16 on a GPU, float32 elsewhere); the trained weights are float32."""
+    """Precision of the forward and backward pass (auto: bfloat16 on a GPU, else float32); trained weights are float32."""
     report_steps: int = 50
-    """Steps of one call of the device and one line of the record."""
+    """Steps per call of the device and line of the record."""
     check_reports: int = 10
-    """Reports between two looks at the accuracy by position."""
+    """Reports between two checks of the accuracy by position."""
     check_rows: int = 64
-    """Prompts for each position of such a look."""
+    """Prompts per position of such a check."""
 
 
 def make_config(settings: Settings, vocabulary: int) -> LlamaConfig:
@@ -146,7 +146,7 @@ def make_config(settings: Settings, vocabulary: int) -> LlamaConfig:
 
 
 def initial_model(config: LlamaConfig, seed: int) -> Llama:
-    """float32; weights of variance 1 / inputs, what is added to the residual stream divided by sqrt(2 L) besides."""
+    """float32; weights of variance 1 / inputs; those added to the residual stream also divided by sqrt(2 L)."""
 
     def scaled(path: tuple[Any, ...], leaf: Array) -> Array:
         name = jax.tree_util.keystr(path)
@@ -175,8 +175,8 @@ def make_optimizer(settings: Settings) -> optax.GradientTransformation:
 def token_logits(model: Llama, tokens: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T V"]:
     """The model's logits with its weights rounded to `dtype`.
 
-    `hidden_states`, but for the embedding, which is a product with one-hot rows: the gradient of a lookup adds up thousands
-    of rows for each digit, in 16 bits.
+    This is `hidden_states`, except for the embedding, which is a product with one-hot rows: in 16 bits, the gradient of a
+    lookup would sum thousands of rows per digit.
     """
     config = model.config
     narrow = jax.tree.map(lambda leaf: leaf.astype(dtype), model)
@@ -191,7 +191,7 @@ def token_logits(model: Llama, tokens: Int[Array, "B T"], dtype: Any) -> Float[A
 
 
 def predict(model: Llama, rows: Rows, dtype: Any) -> tuple[Float[Array, "B T"], Array]:
-    """At every token but a row's first: the loss of its prediction in nats, and whether it is the most likely token."""
+    """For every token but a row's first: the loss of its prediction in nats, and whether it is the most likely token."""
     logits = token_logits(model, rows.tokens, dtype)[:, :-1]
     wanted = rows.tokens[:, 1:]
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, wanted)
@@ -200,7 +200,7 @@ def predict(model: Llama, rows: Rows, dtype: Any) -> tuple[Float[Array, "B T"], 
 
 
 def whole_values(rows: Rows, right: Array, questions: int) -> Array:
-    """[B, Q]: all digits of the value are right."""
+    """[B, Q]: whether all digits of the value are right."""
     wrong = rows.is_value & ~right
     return jnp.stack([~(wrong & (rows.question == question)).any(axis=1) for question in range(questions)], axis=1)
 
@@ -208,7 +208,7 @@ def whole_values(rows: Rows, right: Array, questions: int) -> Array:
 def batch_loss(
     model: Llama, rows: Rows, questions: int, key_weight: float, template_weight: float, dtype: Any
 ) -> tuple[Array, tuple[Array, Array]]:
-    """The weighted mean loss; that of the values alone, and the share of values that are right in whole."""
+    """The weighted mean loss, the loss of the values only, and the share of values that are completely right."""
     loss, right = predict(model, rows, dtype)
     weights = (rows.is_value | rows.is_close) + key_weight * rows.is_key + template_weight * rows.is_fixed
     value_loss = jnp.mean(loss, where=rows.is_value)
@@ -227,7 +227,7 @@ def train_steps(
     settings: Settings,
     dtype: str,
 ) -> tuple[Llama, optax.OptState, tuple[Array, Array, Array]]:
-    """One optimiser step a learning rate, on fresh rows; the loss, the values' loss and their whole accuracy of each."""
+    """One optimiser step per learning rate, on new rows; returns the loss, the values' loss and their accuracy of each."""
     optimizer = make_optimizer(settings)
 
     def step(carry: tuple[Any, optax.OptState], now: tuple[Array, Array]) -> tuple[Any, tuple[Array, Array, Array]]:
@@ -248,7 +248,7 @@ def train_steps(
 
 @partial(jax.jit, static_argnames=("template", "shape", "dtype"))
 def accuracy_by_position(model: Llama, key: Array, template: Template, shape: Shape, dtype: str) -> Float[Array, "5"]:
-    """At `POSITIONS`, rows with all of the shape's pairs."""
+    """Accuracy at `POSITIONS`, on rows with all of the shape's pairs."""
     everywhere = Conditions((shape.pairs, shape.pairs), (shape.key_length, shape.key_length), 0.0, 0.0, 0.0)
     content = draw_content(key, shape, everywhere)
     slots = jnp.array([slot(position, shape.pairs) for position in POSITIONS], jnp.int32)
@@ -259,7 +259,7 @@ def accuracy_by_position(model: Llama, key: Array, template: Template, shape: Sh
 
 
 def conditions_and_shapes(settings: Settings, template: Template) -> Iterator[tuple[str, Conditions, Shape]]:
-    """Of the stages in their order, then of the short and the long prompts."""
+    """The conditions and shapes of the stages in order, then of the short and the long prompts."""
     s = settings
 
     def shaped(
@@ -280,7 +280,7 @@ def conditions_and_shapes(settings: Settings, template: Template) -> Iterator[tu
 
 
 def check(settings: Settings, template: Template) -> None:
-    """Raise UserError for what cannot be."""
+    """Raise UserError for invalid settings."""
     s = settings
     if s.output.exists() and any(s.output.iterdir()):
         raise UserError(f"--output {s.output}: the folder is not empty; name another one")
@@ -322,7 +322,7 @@ def train(settings: Settings, config: LlamaConfig, template: Template) -> tuple[
         for _, conditions, shape in parts
     }
     lowered[None] = accuracy_by_position.lower(model, key, template, watched, dtype)
-    with ThreadPoolExecutor() as pool:  # XLA compiles them side by side
+    with ThreadPoolExecutor() as pool:  # XLA compiles them in parallel
         programs = dict(zip(lowered, pool.map(lambda program: program.compile(), lowered.values()), strict=True))
     print(f"{len(programs)} programs compiled in {time.monotonic() - started:.0f} s", flush=True)
 
@@ -369,7 +369,7 @@ def train(settings: Settings, config: LlamaConfig, template: Template) -> tuple[
 
 
 def save(folder: Path, model: Llama, tokenizer: "PreTrainedTokenizerFast", record: dict[str, Any]) -> None:
-    """The folder that `lpes_jax.models.llama.load` and transformers read, with the weights in bfloat16."""
+    """Write the folder that `lpes_jax.models.llama.load` and transformers read, with the weights in bfloat16."""
     save_llama(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model), folder)
     tokenizer.save_pretrained(folder)
     (folder / "training.json").write_text(json.dumps(record, indent=1) + "\n")

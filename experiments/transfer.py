@@ -1,16 +1,16 @@
-"""Do factors hold for what they were not searched on: other lengths, keys, tasks, plain text, other models?
+"""Do factors transfer to what they were not searched on: other lengths, keys, tasks, plain text, other models?
 
     python experiments/transfer.py --models smollm2-135m-instruct --factors short=A/factors.json mixed=B/factors.json \\
         --num-pairs 5 10 20 --other-key-lengths 8 --num-sentences 40 --data nq-open-oracle.jsonl.gz --oracle \\
         --documents RETRIEVED.jsonl --documents-split all --text KNOWN.txt OTHER.txt --text-window 512 8192
 
-All are measured on the same held-out questions, and the table has found - baseline with the paired test for each pair of
-factors and target. Factors of a model with another number of layers are resampled: linear interpolation in relative depth,
-the first factor on the first layer and the last on the last. Those of KV groups or bands need a model with as many groups,
+All factors are measured on the same held-out questions. The table has found - baseline with the paired test for each pair of
+factors and target. Factors of a model with another number of layers are resampled: linear interpolation in relative depth, with
+the first factor on the first layer and the last on the last. Factors of KV groups or bands need a model with as many groups,
 and with frequencies that the bands divide; a pair that does not fit is listed with the reason.
 
-One JSON a model and factors: what is there is not measured again, and `--part i/n` measures every n-th. A last call without
-it writes tables.md and summary.json.
+Each model and factors write one JSON file; existing ones are not measured again, and `--part i/n` measures every n-th. A last
+call without `--part` writes tables.md and summary.json.
 
 Letters: Q questions, S positions, L layers.
 """
@@ -28,17 +28,19 @@ from jaxtyping import Float
 from lpes_jax.errors import UserError
 from lpes_jax.evaluate.perplexity import text_nlls
 from lpes_jax.evaluation import BASELINE, Candidate, Outcome, default_metrics, environment, evaluate, slots_of
-from lpes_jax.factors import LayerFactors, read_json, write_json
+from lpes_jax.factors import LayerFactors
+from lpes_jax.json_files import read_json
 from lpes_jax.models.llama import LlamaConfig, Loaded, load
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.statistics import paired_permutation_test, standard_error
+from lpes_jax.store.files import write_json
 from lpes_jax.tasks import make_task
 from lpes_jax.tasks.perplexity import Perplexity, Window
 from lpes_jax.tasks.prompts import Overlength, Split, Task
 
-TEXT = "plain text"  # what the titles of its targets begin with
-ORACLE = "mdqa, gold document alone"  # all test questions, whatever --test-limit: it has one position
-QUARTERS = 4  # of a window of text, as positions have columns
+TEXT = "plain text"  # the beginning of these targets' titles
+ORACLE = "mdqa, gold document alone"  # all test questions for any --test-limit, because it has one position
+QUARTERS = 4  # columns of a text window, in place of positions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +60,11 @@ class TargetFlags:
     num_documents: tuple[int, ...] = (5,)
     """mdqa: documents in a prompt, each a target."""
     documents: tuple[Path, ...] = ()
-    """mdqa: files with distractors of their own (retrieved ones), each a target of the first of --num-documents."""
+    """mdqa: files with their own (retrieved) distractors, each a target with the first of --num-documents."""
     documents_split: Split = "test"
-    """Questions of --documents to ask: all, where no search saw the file."""
+    """Questions of --documents to ask: all, if no search used the file."""
     oracle: bool = False
-    """mdqa: one more target, each question of --data with its gold document alone."""
+    """mdqa: one more target, each question of --data with only its gold document."""
     max_new_tokens: int | None = None
     """mdqa: tokens to generate (default: the task's)."""
     text: tuple[Path, ...] = ()
@@ -72,17 +74,17 @@ class TargetFlags:
     text_limit: int = 100
     """Windows of held-out text."""
     test_limit: int = 500
-    """Held-out questions of each target, the same for all that is compared."""
+    """Held-out questions of each target, the same for everything that is compared."""
     positions: tuple[int, ...] = (0, 25, 50, 75, 100)
     """Positions of the fact, in percent."""
     overlength: Overlength = "error"
-    """What becomes of questions too long for the model's window: skip leaves them out at every position."""
+    """What to do with questions too long for the model's window: skip drops them at every position."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 on a GPU, float32 on a CPU."""
     batch_size: int | None = None
-    """Prompts a forward pass (default: chosen from the memory)."""
+    """Prompts per forward pass (default: chosen from the memory)."""
     part: str = "0/1"
-    """i/n: run the cells i, i + n, ... alone (from 0), and write no tables."""
+    """i/n: run only the cells i, i + n, ... (from 0), and write no tables."""
 
 
 def targets_of(flags: TargetFlags) -> dict[str, Task]:
@@ -109,11 +111,11 @@ def targets_of(flags: TargetFlags) -> dict[str, Task]:
 def measure(
     flags: TargetFlags, targets: Mapping[str, Task], loaded: Loaded, candidate: Candidate, model: Llama | None = None
 ) -> dict[str, Any]:
-    """The scores of a candidate on every question of every target, and its nats a token in every window of text.
+    """The scores of a candidate on every question of every target, and its nats per token in every window of text.
 
-    `model`: in place of the loaded one. `prefix` decides key-value and needle questions, nothing is generated; mdqa has two
-    metrics, of generated text: the substring of its first line and, as a target of its own, F1. A target without plain prompts
-    is left out where the candidate is one on plain prompts.
+    `model` replaces the loaded one. Key-value questions and needles use `prefix`, without generation. mdqa has two metrics of
+    generated text: the substring of its first line and, as a separate target, F1. A target without plain prompts is skipped for
+    a candidate on plain prompts.
     """
     f = flags
     scores: dict[str, Any] = {}
@@ -159,12 +161,12 @@ def text_targets(flags: TargetFlags) -> list[tuple[str, Path, int]]:
 
 
 def is_text(title: str) -> bool:
-    """Is the target plain text, measured in nats a token, where less is better?"""
+    """Whether the target is plain text, measured in nats per token (less is better)."""
     return title.startswith(TEXT)
 
 
 def spaced(windows: Sequence[Window], most: int) -> list[Window]:
-    """At most so many windows, evenly spaced over all of them."""
+    """At most `most` windows, evenly spaced."""
     return [windows[i] for i in np.linspace(0, len(windows) - 1, min(most, len(windows))).astype(int)]
 
 
@@ -182,41 +184,41 @@ def compare(ours: Float[np.ndarray, "Q S"], baseline: Float[np.ndarray, "Q S"]) 
 
 
 def resampled(factors: LayerFactors, num_layers: int) -> LayerFactors:
-    """Factors and gains at another depth: unit by unit a line through the points (l / (L - 1), number of layer l)."""
+    """Factors and gains at another depth: for each unit, a line through the points (l / (L - 1), number of layer l)."""
     if factors.num_layers == num_layers:
         return factors
-    here, there = np.linspace(0, 1, factors.num_layers), np.linspace(0, 1, num_layers)
+    old_depths, new_depths = np.linspace(0, 1, factors.num_layers), np.linspace(0, 1, num_layers)
 
-    def of_depth(numbers: np.ndarray) -> np.ndarray:
+    def interpolated(numbers: np.ndarray) -> np.ndarray:
         units = numbers.reshape(factors.num_layers, -1).T
-        new = np.stack([np.interp(there, here, unit) for unit in units], axis=1)
+        new = np.stack([np.interp(new_depths, old_depths, unit) for unit in units], axis=1)
         return new.reshape(num_layers, *numbers.shape[1:])
 
-    gains = None if factors.gains is None else of_depth(factors.gains)
-    return replace(factors, factors=of_depth(factors.factors), gains=gains, curve=None)
+    gains = None if factors.gains is None else interpolated(factors.gains)
+    return replace(factors, factors=interpolated(factors.factors), gains=gains, curve=None)
 
 
 def fitted(factors: LayerFactors, config: LlamaConfig, where: str) -> LayerFactors:
-    """The factors as a model of `config` can take them. Raises UserError where KV groups or bands do not fit."""
+    """The factors, adapted to a model of `config`. Raises UserError if KV groups or bands do not fit."""
     layers = config.num_layers
     return resampled(factors, layers).for_model(layers, config.num_kv_heads, config.rotary_dim, where)
 
 
 def load_cell(path: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The record of a finished cell. Raises UserError where its settings were others."""
+    """The record of a finished cell. Raises UserError if its settings differ."""
     record = read_json(path)
     check_same(path, record["settings"], settings)
     return record
 
 
 def settings_record(flags: TargetFlags, *which: str) -> dict[str, Any]:
-    """The flags as JSON but for those that say where and how to run, and those that name the cells (`which`)."""
+    """The flags as JSON, without those that say where and how to run, and those that name the cells (`which`)."""
     left_out = {"output_path", "part", "batch_size", *which}
     return json.loads(json.dumps({k: v for k, v in asdict(flags).items() if k not in left_out}, default=str))
 
 
 def show(figures: Mapping[str, Any], title: str) -> list[str]:
-    """Baseline, found, difference with its standard error, p: in points, of plain text in nats a token."""
+    """Baseline, found, difference with its standard error, p: in points, or for plain text in nats per token."""
     scale, digits = (1, 4) if is_text(title) else (100, 1)
     baseline, found, difference = (scale * figures[name] for name in ("baseline", "found", "difference"))
     error = "" if figures["standard_error"] is None else f" ± {scale * figures['standard_error']:.{digits}f}"
@@ -228,15 +230,15 @@ class Settings(TargetFlags):
     """Which factors, on which models."""
 
     factors: tuple[str, ...]
-    """NAME=PATH of a factors.json, each."""
+    """NAME=PATH of each factors.json."""
     models: tuple[str, ...] = ("smollm2-135m-instruct",)
     """Names in models/zoo, folders in Hugging Face layout, .gguf files, or Hugging Face hub ids."""
     output_path: Path = Path("runs/transfer")
-    """Folder of the cells, of tables.md and summary.json."""
+    """Folder of the cells, tables.md and summary.json."""
 
 
 def main(s: Settings) -> None:
-    """Measure what is missing and write the table."""
+    """Measure missing cells and write the table."""
     found = dict(_named(s.factors))
     used, targets = settings_record(s, "factors", "models"), targets_of(s)
     paths = {
@@ -319,13 +321,13 @@ def _named(factors: Sequence[str]) -> Iterator[tuple[str, LayerFactors]]:
         if not equals or not name or "/" in name:
             raise UserError(f"--factors {entry!r}: give NAME=PATH, a name for the table and the factors.json of a search")
         if name in seen:
-            raise UserError(f"--factors: the name {name!r} stands there twice, or is the baseline's; give another")
+            raise UserError(f"--factors: the name {name!r} is repeated, or is the baseline's; give another")
         seen.add(name)
         yield name, LayerFactors.load(path)
 
 
 def _check_factors(records: Mapping[tuple[str, str], Mapping[str, Any]], found: Mapping[str, LayerFactors]) -> None:
-    """A name in the folder stands for the factors that were measured under it, and no others."""
+    """Raise UserError if other factors were measured under a name in the folder."""
     for (_, name), record in records.items():
         if name != BASELINE and record["factors"] is not None:
             now = resampled(found[name], len(record["factors"]))

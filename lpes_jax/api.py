@@ -20,7 +20,7 @@ from lpes_jax.rope import RopeTable, is_traced
 from lpes_jax.same_model import check_model
 from lpes_jax.tasks.prompts import token_ids
 
-Tokens = Array | np.ndarray | Sequence[Any]  # whole numbers [B, T]; what else there is is refused by name
+Tokens = Array | np.ndarray | Sequence[Any]  # whole numbers [B, T]; anything else raises UserError
 Factors = LayerFactors | Array | np.ndarray | Sequence[Any] | None
 
 
@@ -36,15 +36,22 @@ def logits(
 ) -> Float[Array, "B T V"]:
     """float32 logits at every position of `tokens` `[B, T]`; rows may be padded on the right.
 
-    `factors` is a `LayerFactors`, with its own gains, or an array of `granularity` (`lpes_jax.scale_layers`) beside an array of
-    `gains`, in both of which the logits are differentiable; None leaves the model as it is, and so do factors and gains of 1,
-    bit for bit. Of use in a jitted training step of
-    your own, with the model and the factors as its arguments. RoPE of the types `dynamic` and `longrope` goes by T (see
-    `lpes_jax.rope`).
+    Differentiable in arrays of factors and gains, and usable in a jitted training step with the model and the factors as its
+    arguments. Factors and gains of 1 change no bit. RoPE of the types `dynamic` and `longrope` uses the length T (see
+    `lpes_jax.rope`). For traced arguments (`jax.jit`, `jax.grad`) only the shapes are checked.
 
-    Raises UserError for tokens that are not ids of the model, `[B, T]` with B and T from 1 on, for factors that do not fit it
-    or leave float32's range, and where a logit is not finite; unless `other_model`, also for LayerFactors found for a model of
-    other sizes or another RoPE. What is traced (`jax.jit`, `jax.grad`) has no values yet: its shape alone is checked.
+    Args:
+        model: The model.
+        tokens: Token ids.
+        factors: A `LayerFactors` with its own gains, or an array (`lpes_jax.scale_layers`); None means the plain model.
+        granularity: Granularity of an array of factors.
+        gains: An array of gains, for use with an array of factors.
+        gains_granularity: Its granularity.
+        other_model: Whether to accept LayerFactors that were found for another model.
+
+    Raises:
+        UserError: Tokens are not ids `[B, T]` of the model's vocabulary (B and T at least 1), factors do not fit the model or
+            exceed float32, a logit is not finite, or LayerFactors were found for a model of other sizes or another RoPE.
     """
     ids = checked_tokens(model, tokens)
     checked_factors(model.config, factors, granularity)
@@ -72,16 +79,28 @@ def generate(
     prompt_form: PromptForm | None = None,
     system_prompt: str | None = None,
 ) -> list[str]:
-    """The greedy continuation of each prompt, up to an id that ends a text or `max_new_tokens`; one text is a list of one.
+    """The greedy continuation of each prompt, up to an id that ends a text or `max_new_tokens`.
 
-    What ends a text stands in a tokenizer that `lpes_jax.load_tokenizer` gave: all ids of the model's generation_config.json,
-    config.json and tokenizer together, as for every verb. Of any other tokenizer it is its `eos_token_id`; `stop_ids` are taken
-    instead where they are given. The chat's settings are those of the verbs: `--apply-chat-template` and so on.
+    A tokenizer from `lpes_jax.load_tokenizer` has the ids that end a text: those of the model's generation_config.json,
+    config.json and tokenizer, as for every verb. For any other tokenizer it is its `eos_token_id`.
 
-    Raises UserError for factors that do not fit the model, and, unless `other_model`, for LayerFactors found for one of other
-    sizes, another RoPE or another tokenizer (other weights of the same sizes are not seen here; `evaluate` warns of them); for
-    no prompts, for prompts without tokens or too long for the
-    model's window, for `max_new_tokens` below 1, for ids that the model does not have, and where logits are not finite.
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        prompts: Texts, or a single text, which counts as a list of one.
+        factors: A `LayerFactors` or an array of one factor per layer; None means the plain model.
+        max_new_tokens: The limit of new tokens.
+        other_model: Whether to accept LayerFactors that were found for another model.
+        stop_ids: Ids that end a text, in place of the tokenizer's.
+        apply_chat_template: As the verbs' flag.
+        prompt_form: As the verbs' flag.
+        system_prompt: As the verbs' flag.
+
+    Raises:
+        UserError: The factors do not fit the model, or were found for a model of other sizes, another RoPE or another tokenizer
+            (other weights of the same sizes are not detected here; `evaluate` warns about them); there are no prompts, a prompt
+            has no tokens or exceeds the window, `max_new_tokens` is below 1, an id is outside the vocabulary, or logits are not
+            finite.
     """
     config = model.config
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -91,10 +110,8 @@ def generate(
         raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     chat = make_chat(tokenizer, apply_chat_template=apply_chat_template, prompt_form=prompt_form, system_prompt=system_prompt)
     ids = token_ids(tokenizer, texts if chat is None else [chat.render(text) for text in texts])
-    if empty := [text for text, of_text in zip(texts, ids, strict=True) if not of_text]:
-        raise UserError(
-            f"the prompt {empty[0]!r:.40} has no tokens, and this tokenizer puts no BOS before it; give it some text"
-        )
+    if empty := [text for text, tokens in zip(texts, ids, strict=True) if not tokens]:
+        raise UserError(f"the prompt {empty[0]!r:.40} has no tokens, and this tokenizer adds no BOS; give it some text")
     if (longest := max(map(len, ids)) + max_new_tokens) > config.max_position_embeddings:
         raise UserError(
             f"the longest prompt with max_new_tokens {max_new_tokens} is {longest} tokens and the model's window is "
@@ -115,7 +132,7 @@ def generate(
 
 
 def _ends(tokenizer: Any) -> Sequence[int]:
-    """The ids that end a text, by a tokenizer."""
+    """The ids that end a text, according to a tokenizer."""
     if (ends := getattr(tokenizer, "stop_ids", None)) is not None:
         return ends
     return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -123,25 +140,25 @@ def _ends(tokenizer: Any) -> Sequence[int]:
 
 @jax.jit
 def _logits(model: Llama, tokens: Int[Array, "B T"], table: RopeTable) -> tuple[Float[Array, "B T V"], Bool[Array, "B"]]:
-    """The logits, and of each row whether all are finite."""
+    """The logits, and whether all logits of each row are finite."""
     found = output_logits(model, hidden_states(model, tokens, table))
     return found, jnp.isfinite(found).all(axis=(1, 2))
 
 
 def _floating(numbers: Any) -> Array | None:
-    """As an array of floats, which one of floats stays."""
+    """Convert to an array of floats; an array of floats is unchanged."""
     if numbers is None or (isinstance(numbers, Array) and jnp.issubdtype(numbers.dtype, jnp.floating)):
         return numbers
     return jnp.asarray(numbers, jnp.float32)
 
 
 def _found(factors: Factors, granularity: Granularity, gains: Any, gains_granularity: Granularity) -> LayerFactors | None:
-    """What is given as LayerFactors; None for the model as it is."""
+    """The arguments as LayerFactors; None for the plain model."""
     if isinstance(factors, LayerFactors) or (factors is None and gains is None):
         return factors
     if gains is None:
         return LayerFactors(np.asarray(factors, np.float64), granularity)
-    of_gains = np.asarray(gains, np.float64)
+    values = np.asarray(gains, np.float64)
     if factors is None:
-        factors, granularity = np.ones(len(of_gains)), "layer"
-    return LayerFactors(np.asarray(factors, np.float64), granularity, of_gains, gains_granularity)
+        factors, granularity = np.ones(len(values)), "layer"
+    return LayerFactors(np.asarray(factors, np.float64), granularity, values, gains_granularity)

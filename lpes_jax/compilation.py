@@ -1,16 +1,17 @@
-"""What XLA compiles: kept on disk by the command lines, and counted.
+"""XLA's compiled programs: the commands cache them on disk, and they are counted.
 
-Every shape of a model's batch is compiled once, for seconds on a CPU and up to minutes on a GPU. `keep_programs` lets JAX write
-what was compiled to the user's cache folder, `compiled` beside the downloaded models, where the next process finds it; the
-least recently used go where it would hold more than 2 GiB. Commands do that; a program that imports lpes_jax may.
+Every batch shape of a model is compiled once, which takes seconds on a CPU and up to minutes on a GPU. `keep_programs` lets JAX
+write compiled programs to the user's cache folder (`compiled`, beside the downloaded models), where later processes find them.
+If the cache exceeds 2 GiB, the least recently used programs are deleted. Commands call `keep_programs`; programs that import
+lpes_jax may.
 
-    JAX_COMPILATION_CACHE_DIR=FOLDER ...      keeps it in another folder; set but empty: keeps nothing
-    JAX_ENABLE_COMPILATION_CACHE=false ...    keeps nothing
+    JAX_COMPILATION_CACHE_DIR=FOLDER ...      another folder; set but empty: no cache
+    JAX_ENABLE_COMPILATION_CACHE=false ...    no cache
 
-JAX's other settings stand as well where they are set (JAX_COMPILATION_CACHE_MAX_SIZE, ...). A key has the program, the
-versions, XLA's flags and the device, so that nothing stale is found.
+JAX's other settings are respected too (JAX_COMPILATION_CACHE_MAX_SIZE, ...). A cache key covers the program, the versions,
+XLA's flags and the device, so no outdated program is found.
 
-`compilations(since)` counts what was compiled in this process, for a result's record.
+`compilations(since)` counts this process's compilations, for the record of a result.
 """
 
 import os
@@ -27,18 +28,18 @@ import jax
 
 from lpes_jax.models.zoo import cache_folder
 
-# JAX's default, which tells that the user has set nothing else, and ours: bytes, and seconds that are worth a file. On a CPU a
-# search compiles a dozen programs of half a second.
+# (JAX's default, which means that the user has set nothing; our value). Size in bytes; the compile time in seconds from which a
+# program is written. On a CPU a search compiles a dozen programs of half a second each.
 SETTINGS = {
     "jax_compilation_cache_max_size": (-1, 2 * 2**30),
     "jax_persistent_cache_min_compile_time_secs": (1.0, 0.2),
 }
-# For `jax.jit(compiler_options=...)` of programs that are mostly large products: XLA writes Triton kernels for these and times
-# them against cuBLAS's whenever it compiles one, up to half of its seconds, and they were no faster (H200s, 7B shape, SmolLM2).
-# What XLA_FLAGS say of it stands.
+# For `jax.jit(compiler_options=...)` of programs dominated by large products. By default XLA writes Triton kernels for these
+# and times them against cuBLAS's at each compilation. That took up to half of the compile time, and the kernels were no faster
+# (H200s, 7B shape, SmolLM2). A value in XLA_FLAGS takes precedence.
 _TRITON = "xla_gpu_enable_triton_gemm"
 LARGE_PRODUCTS = {} if _TRITON in os.environ.get("XLA_FLAGS", "") else {_TRITON: False}
-_COMPILE = "/jax/core/compile/backend_compile_duration"  # also where a program is found in the cache, then behind a hit
+_COMPILE = "/jax/core/compile/backend_compile_duration"  # also sent for a program from the cache, after its hit event
 _HIT = "/jax/compilation_cache/cache_hits"
 
 _log: list[tuple[float, float, bool]] = []  # when, seconds, found in the cache
@@ -46,9 +47,15 @@ _here = threading.local()
 
 
 def keep_programs(folder: Path | None = None) -> Path | None:
-    """Keep compiled programs in a folder (None: of the user's cache) from here on; the folder, or None where none are kept.
+    """Cache compiled programs in a folder from here on.
 
-    A folder that JAX has been told stands. One that cannot be written is a note on stderr, and no error.
+    A folder configured in JAX takes precedence. If the folder cannot be written, a note is printed on stderr; this is no error.
+
+    Args:
+        folder: None means `compiled` in the user's cache folder.
+
+    Returns:
+        The folder, or None if nothing is cached.
     """
     chosen = _setting("jax_compilation_cache_dir")
     if not _setting("jax_enable_compilation_cache"):
@@ -58,8 +65,8 @@ def keep_programs(folder: Path | None = None) -> Path | None:
     folder = folder or cache_folder() / "compiled"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with filelock.FileLock(folder / ".lockfile", timeout=10):  # JAX's own
-            for program in folder.glob("*-cache"):  # one whose writing was cut off, over which JAX would stumble for ever
+        with filelock.FileLock(folder / ".lockfile", timeout=10):  # the lock that JAX uses
+            for program in folder.glob("*-cache"):  # an incomplete write, on which JAX would fail every time
                 if not program.with_name(program.name.removesuffix("-cache") + "-atime").exists():
                     program.unlink()
     except (OSError, NotImplementedError, filelock.Timeout) as error:
@@ -74,20 +81,20 @@ def keep_programs(folder: Path | None = None) -> Path | None:
 
 
 def compile_side_by_side(programs: Sequence[jax.stages.Lowered]) -> None:
-    """Compile programs at once, one for each core and 16 at most; calls of what they were lowered from find them.
+    """Compile programs in parallel, one per core and at most 16; later calls of the lowered functions find them.
 
-    Where one fails its error is raised, and others that have not begun are dropped, as they are by Ctrl-C.
+    If a compilation fails, its error is raised and compilations that have not started are cancelled; Ctrl-C does the same.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     pool = ThreadPoolExecutor(min(len(programs), cores, 16))
     try:
-        list(pool.map(lambda it: it.compile(), programs))
+        list(pool.map(lambda program: program.compile(), programs))
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
 def described() -> str:
-    """Where compiled programs are kept, and how many there are, in a line."""
+    """The cache's folder and the number of programs in it, in one line."""
     folder = _setting("jax_compilation_cache_dir")
     if not (folder and _setting("jax_enable_compilation_cache")):
         return "not kept"
@@ -96,9 +103,9 @@ def described() -> str:
 
 
 def compilations(since: float = 0.0) -> dict[str, Any]:
-    """Programs that this process compiled since a time (of `time.time`), and XLA's seconds; those found in the cache apart.
+    """Count the programs that this process compiled since a time (of `time.time`), and XLA's seconds; cache hits separately.
 
-    The seconds of programs that were compiled side by side are added up.
+    Seconds of parallel compilations are summed.
     """
     compiled = [seconds for when, seconds, found in _log if when >= since and not found]
     found = [seconds for when, seconds, found in _log if when >= since and found]

@@ -1,12 +1,12 @@
-"""Control points -> one factor a layer (paper, Eq. 3-6 and Appendix D), jit-able, vmap-able and differentiable.
+"""Control points -> one factor per layer (paper, Eq. 3-6 and Appendix D), jit-able, vmap-able and differentiable.
 
-Layer h of L stands at x_h = P_0x + (P_dx - P_0x) h / (L - 1)  (Eq. 6), and its factor is the curve's y there (Eq. 5):
+Layer h of L has x_h = P_0x + (P_dx - P_0x) h / (L - 1)  (Eq. 6), and its factor is the curve's y at x_h (Eq. 5):
 
     bezier     the paper's Bézier curve; t(x_h) by bisection, differentiable in y and in x
     linear     straight lines between neighbouring control points
     step       the y of the control point nearest in x (the paper does not define its step function)
-    free       one value a layer: control point h is layer h, x is ignored
-    authors    the map of the authors' code: the Bézier curve's y at uniform t, the last control point at the first layer;
+    free       one value per layer: control point h is layer h, x is ignored
+    authors    the map in the authors' code: the Bézier curve's y at uniform t, with the last control point at the first layer;
                x is ignored (`bezier` with reversed y's at equally spaced x's is the same map)
 
 Letters: C control points, L layers.
@@ -27,10 +27,15 @@ Points = Float[Array, "C 2"]
 
 
 def bezier(points: Array, num_layers: int) -> Float[Array, "L"]:
-    """Factors by the paper's map, of `points` `[C, 2]` with strictly increasing x (Eq. 10).
+    """Factors by the paper's map. The ends are exact: s_0 = P_0y, s_(L-1) = P_dy.
 
-    Ends are exact: s_0 = P_0y, s_(L-1) = P_dy. Raises ArrayError (a UserError) for points that are none, or out of order; of
-    what is traced the shape alone is checked.
+    Args:
+        points: Control points `[C, 2]` with strictly increasing x (Eq. 10).
+        num_layers: L.
+
+    Raises:
+        ArrayError: `points` has another shape, is not finite, or x does not increase. For traced points only the shape is
+            checked.
     """
     if num_layers < 1:
         raise ArrayError(f"num_layers must be at least 1, got {num_layers}")
@@ -44,7 +49,7 @@ def bezier(points: Array, num_layers: int) -> Float[Array, "L"]:
     x = (x - x[0]) / (x[-1] - x[0])  # so that Eq. 6 is h / (L - 1)
     targets = _layer_positions(num_layers, points.dtype)
     t = jax.lax.stop_gradient(_bisect(x, targets))
-    # One Newton step sharpens t, and carries the gradient in x (implicit function theorem): t is a constant in it.
+    # One Newton step refines t and carries the gradient in x (implicit function theorem); t itself is a constant here.
     slope = jax.lax.stop_gradient(_bernstein(t, len(x) - 2) @ jnp.diff(x)) * (len(x) - 1)
     t = t - _above(x, t, targets) / slope
     ends = jnp.arange(num_layers)
@@ -58,21 +63,21 @@ def linear(points: Points, num_layers: int) -> Float[Array, "L"]:
 
 
 def step(points: Points, num_layers: int) -> Float[Array, "L"]:
-    """The y of the nearest control point; halfway between two, the later one."""
+    """The y of the nearest control point; halfway between two points, that of the later one."""
     x = points[:, 0]
     nearest = jnp.searchsorted((x[1:] + x[:-1]) / 2, _x_of_layers(points, num_layers), side="right")
     return points[nearest, 1]
 
 
 def free(points: Points, num_layers: int) -> Float[Array, "L"]:
-    """One value a layer: the y's themselves. Raises ValueError unless there are L control points."""
+    """One value per layer: the y's themselves. Raises ValueError unless there are L control points."""
     if len(points) != num_layers:
-        raise ValueError(f"a free curve has one control point a layer: {num_layers}, not {len(points)}")
+        raise ValueError(f"a free curve needs one control point per layer: {num_layers}, got {len(points)}")
     return points[:, 1]
 
 
 def authors(points: Points, num_layers: int) -> Float[Array, "L"]:
-    """The authors' released code: y at t = 1 - h / (L - 1), whatever the x's are."""
+    """The map in the authors' code: y at t = 1 - h / (L - 1); the x's are ignored."""
     return _bernstein(1 - _layer_positions(num_layers, points.dtype), len(points) - 1) @ points[:, 1]
 
 
@@ -86,7 +91,7 @@ CURVES: dict[str, Callable[[Points, int], Float[Array, "L"]]] = {
 
 
 def bezier_outline(points: Points, samples: int = 200) -> Float[Array, "samples 2"]:
-    """(x, y) along the Bézier curve at uniform t, for drawing it (Eq. 3)."""
+    """(x, y) along the Bézier curve at uniform t, for plots (Eq. 3)."""
     return _bernstein(jnp.linspace(0, 1, samples, dtype=points.dtype), len(points) - 1) @ points
 
 
@@ -104,7 +109,7 @@ def _bernstein(t: Float[Array, "L"], degree: int) -> Float[Array, "L C"]:
 
 
 def _above(x: Float[Array, "C"], t: Float[Array, "L"], targets: Float[Array, "L"]) -> Float[Array, "L"]:
-    # x(t) - target as one sum of small terms: near the ends, where x(t) may be flat, nothing large is subtracted.
+    # x(t) - target as one sum of small terms. Near the ends x(t) may be flat; there, this avoids cancellation.
     return jnp.sum(_bernstein(t, len(x) - 1) * (x - targets[:, None]), axis=-1)
 
 

@@ -1,12 +1,12 @@
-"""LayerFactors: the file that a search leaves and every other verb reads (`factors.json`, format lpes-factors/2).
+"""LayerFactors: the file that a search writes and every other verb reads (`factors.json`, format lpes-factors/2).
 
-    factors              numbers by layer, as `granularity` says; null: the frequency stands still (an infinite factor)
+    factors              numbers by layer, as `granularity` says; null: the frequency does not rotate (an infinite factor)
     granularity          layer, layer_band, layer_group or layer_group_band
-    gains                what each frequency's part of q . k is multiplied by, of a granularity of its own; null: 1
-    gains_granularity    as above; null where there are no gains
-    model, curve, rope, search, evaluation    where they come from
+    gains                multipliers of each frequency's part of q . k, of a granularity of their own; null: 1
+    gains_granularity    as above; null if there are no gains
+    model, curve, rope, search, evaluation    where the factors come from
 
-Format lpes-factors/1, which is read as well, has no gains and no null among its factors.
+Format lpes-factors/1 is read too; it has no gains, and no null among its factors.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from lpes_jax.store.files import write_json
 
 FORMAT, APPLIES_TO = "lpes-factors/2", "position / factor"
 _FORMATS = ("lpes-factors/1", FORMAT)
-LEAST, MOST = 1e-20, 1e20  # positions and frequencies divided by these stay well within float32's range
+LEAST, MOST = 1e-20, 1e20  # positions and frequencies divided by these stay well within the range of float32
 _RANK = {"layer": 1, "layer_band": 2, "layer_group": 2, "layer_group_band": 3}
 _ZOO = Path(__file__).parent / "models" / "zoo"
 
@@ -35,10 +35,17 @@ _ZOO = Path(__file__).parent / "models" / "zoo"
 class LayerFactors:
     """Scaling factors of a model: layer l rotates by angle (position / factor) x inverse frequency.
 
-    `factors` is `[L]`, `[L, bands]`, `[L, K]` or `[L, K, bands]`, as `granularity` says (`lpes_jax.rope.scale_layers`); an
-    infinite one lets its frequency stand still. `gains`, of `gains_granularity` (left out: layer), multiply each frequency's
-    part of q . k (`lpes_jax.rope.RopeTable`); None: 1. The other fields record where they come from: the model (name, sha256,
-    sizes and tokenizer: `lpes_jax.same_model`), the curve, the model's RoPE, the search and its held-out evaluation.
+    Attributes:
+        factors: `[L]`, `[L, bands]`, `[L, K]` or `[L, K, bands]`, as `granularity` says (`lpes_jax.rope.scale_layers`). A
+            frequency with an infinite factor does not rotate.
+        granularity: What has a factor of its own.
+        gains: Multipliers of each frequency's part of q . k (`lpes_jax.rope.RopeTable`); None means 1.
+        gains_granularity: Granularity of the gains (default: layer).
+        model: Name, sha256, sizes and tokenizer of the model that the factors were found for (`lpes_jax.same_model`).
+        curve: The curve that they come from.
+        rope: The model's RoPE.
+        search: The search that found them.
+        evaluation: Their held-out evaluation.
     """
 
     factors: np.ndarray
@@ -56,7 +63,7 @@ class LayerFactors:
         granularity = None if self.gains is None else self.gains_granularity or "layer"
         gains = None if granularity is None else _checked(self.gains, granularity, "gains")
         if gains is not None and len(gains) != len(self.factors):
-            raise UserError(f"gains of {len(gains)} layers do not go with factors of {len(self.factors)}")
+            raise UserError(f"gains of {len(gains)} layers do not match factors of {len(self.factors)}")
         object.__setattr__(self, "gains", gains)
         object.__setattr__(self, "gains_granularity", granularity)
 
@@ -71,7 +78,7 @@ class LayerFactors:
 
     @property
     def mean(self) -> float:
-        """The mean factor: that of position interpolation. Where frequencies stand still, 1 / the mean multiplier."""
+        """The mean factor, which position interpolation uses. With infinite factors: 1 / the mean multiplier."""
         if np.isfinite(self.factors).all():
             return float(self.factors.mean())
         multiplier = float((1 / self.factors).mean())
@@ -79,12 +86,12 @@ class LayerFactors:
 
     @property
     def changes_nothing(self) -> bool:
-        """All factors and gains are 1."""
+        """Whether all factors and gains are 1."""
         return bool((self.factors == 1).all()) and (self.gains is None or bool((self.gains == 1).all()))
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What decides how a model answers with them: equal keys, equal answers. Gains of 1 are none."""
+        """Everything that affects the model's output: equal keys, equal outputs. Gains of 1 count as no gains."""
         key = self.granularity, self.factors.shape, self.factors.tobytes()
         if self.gains is None or (self.gains == 1).all():
             return key
@@ -92,19 +99,19 @@ class LayerFactors:
 
     @property
     def content(self) -> list[Any]:
-        """Granularity and factors, and those of gains where there are, as JSON has them: what records tell files apart by."""
+        """Granularity and factors, plus those of any gains, as JSON values; identifies the factors in records."""
         content = [self.granularity, json_of(self.factors)]
         return content if len(self.key) == 3 else [*content, self.gains_granularity, self.numbers["gains"]]
 
     @property
     def sha256(self) -> str:
-        """Of the factors' bytes, and of all of `key` where there are gains."""
+        """The hash of the factors' bytes, or of the whole `key` if there are gains."""
         key = self.key
         return hashlib.sha256(key[2] if len(key) == 3 else repr(key).encode()).hexdigest()
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """Factors and gains with their granularities, as JSON has them."""
+        """Factors and gains with their granularities, as JSON values."""
         return {
             "factors": json_of(self.factors),
             "granularity": self.granularity,
@@ -113,7 +120,7 @@ class LayerFactors:
         }
 
     def for_model(self, num_layers: int, num_kv_heads: int, head_dim: int, where: str = "factors") -> "LayerFactors":
-        """Itself, if its shape fits a model of these sizes (`head_dim`: the rotated part of a head); else UserError."""
+        """Return self if its shape fits a model of these sizes (`head_dim`: rotated part of a head); else raise UserError."""
         if self.num_layers != num_layers:
             raise UserError(
                 f"{where}: {self.num_layers} layers of factors, but the model has {num_layers}; use factors found for it"
@@ -127,22 +134,22 @@ class LayerFactors:
             if "group" in granularity and values.shape[1] != num_kv_heads:
                 raise UserError(f"{where}: {values.shape[1]} KV groups of {what}, but the model has {num_kv_heads}")
             if "band" in granularity and (head_dim // 2) % values.shape[-1]:
-                of_gains = " of gains" if what == "gains" else ""
-                raise UserError(
-                    f"{where}: {values.shape[-1]} bands{of_gains} do not divide the model's {head_dim // 2} frequencies a head"
-                )
+                bands = f"{values.shape[-1]} bands" + (" of gains" if what == "gains" else "")
+                raise UserError(f"{where}: {bands} do not divide the model's {head_dim // 2} frequencies per head")
         return self
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write the JSON file, whole or not at all."""
+        """Write the JSON file atomically."""
         write_json(Path(path), {"format": FORMAT, "applies_to": APPLIES_TO, **asdict(self), **self.numbers})
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "LayerFactors":
-        """Read a JSON file, or factors of the zoo by name: `MODEL/NAME`, or `NAME` where only one model has such.
+        """Read a JSON file, or factors of the zoo by name: `MODEL/NAME`, or `NAME` if only one model has it.
 
-        A name of the zoo always means the zoo's. Raises UserError where the file is missing, not JSON, of another format, or
-        holds unusable factors. Whether they are those of a model: `lpes_jax.same_model`.
+        A name of the zoo takes precedence over a file. `lpes_jax.same_model` checks whether factors belong to a model.
+
+        Raises:
+            UserError: The file is missing, not JSON, of another format, or holds unusable factors.
         """
         path = _zoo_file(Path(path)) or Path(path)
         record = read_json(path, finite=False)
@@ -156,28 +163,28 @@ class LayerFactors:
         try:
             new = record["format"] == FORMAT
             factors = _read(record["factors"], record.get("granularity", "layer"), nulls=new)
-            gains, of_gains = (record.get("gains"), record.get("gains_granularity")) if new else (None, None)
-            gains = None if gains is None else _checked(gains, of_gains or "layer", "gains")
+            gains, gains_granularity = (record.get("gains"), record.get("gains_granularity")) if new else (None, None)
+            gains = None if gains is None else _checked(gains, gains_granularity or "layer", "gains")
             others = ("granularity", "model", "curve", "rope", "search", "evaluation")
             more = {name: record[name] for name in others if record.get(name) is not None}
-            return cls(factors, gains=gains, gains_granularity=None if gains is None else of_gains, **more)
+            return cls(factors, gains=gains, gains_granularity=None if gains is None else gains_granularity, **more)
         except UserError as error:
             raise UserError(f"{path}: {error}") from error
 
 
 def _zoo_file(name: Path) -> Path | None:
-    """The file of factors in the zoo; None for what is no name there. UserError for a name that is not there, or twice."""
+    """The file of factors in the zoo; None if it is no name of the zoo. UserError for an unknown or ambiguous name."""
     zoo = {f"{file.parent.parent.name}/{file.stem}": file for file in sorted(_ZOO.glob("*/factors/*.json"))}
     found = [key for key in zoo if name.as_posix() in (key, key.partition("/")[2])]
     if len(found) > 1:
-        raise UserError(f"factors {name} are there for several models; say which: {', '.join(found)}")
+        raise UserError(f"several models have factors {name}; give one of {', '.join(found)}")
     if not found and not name.suffix and not os.path.exists(name):
-        raise UserError(f"{name}: no such factors.json, and no factors of the zoo; it has: {', '.join(zoo)}")
+        raise UserError(f"{name}: no such factors.json, and no factors of the zoo, which has {', '.join(zoo)}")
     return zoo[found[0]] if found else None
 
 
 def _check_described(record: dict[str, Any], path: Path) -> None:
-    """Raise UserError where what describes the factors is of another kind than it should be, or factors are no numbers."""
+    """Raise UserError if an entry that describes the factors has the wrong type, or the factors are not numbers."""
     for name in ("model", "rope", "search", "evaluation", "curve"):
         if not isinstance(value := record.get(name, {}), dict) and not (name == "curve" and value is None):
             raise UserError(
@@ -189,7 +196,7 @@ def _check_described(record: dict[str, Any], path: Path) -> None:
         raise UserError(f"{path}: the curve's type must be a string, got {kind_of(curve['type'])}")
     if points is not None and not is_array(points):
         raise UserError(f"{path}: control_points of the curve must be lists of finite numbers, got {points!r:.60}")
-    if layers is not None and not (is_array(layers) and len(layers) == 2 and all(isinstance(it, int) for it in layers)):
+    if layers is not None and not (is_array(layers) and len(layers) == 2 and all(isinstance(end, int) for end in layers)):
         raise UserError(f"{path}: layers of the curve must be the first and the last one, got {layers!r:.60}")
     new = record["format"] == FORMAT
     for name in ("factors", "gains") if new else ("factors",):
@@ -200,27 +207,27 @@ def _check_described(record: dict[str, Any], path: Path) -> None:
         json.dumps({name: value for name, value in record.items() if name not in ("factors", "gains")}, allow_nan=False)
     except ValueError as error:
         raise UserError(
-            f"{path}: holds NaN or an infinity, which are no numbers in JSON; give the file that a search wrote"
+            f"{path}: holds NaN or an infinity, which are not numbers in JSON; give the file that a search wrote"
         ) from error
 
 
 def json_of(factors: np.ndarray) -> list:
-    """Factors as JSON has them: null for an infinite one."""
+    """Factors as JSON values, with null for an infinite one."""
     return _each(lambda factor: None if factor == np.inf else factor, factors.tolist())
 
 
 def array_of(factors: list) -> np.ndarray:
-    """What `json_of` was given."""
+    """The inverse of `json_of`."""
     return np.array(_each(lambda factor: np.inf if factor is None else factor, factors), np.float64)
 
 
 def _each(change: Callable[[Any], Any], values: Any) -> Any:
-    """Nested lists with each of their values changed."""
+    """Apply `change` to each value of nested lists."""
     return [_each(change, value) for value in values] if isinstance(values, list) else change(values)
 
 
 def _read(factors: Any, granularity: Any, *, nulls: bool) -> np.ndarray:
-    """Factors of a file, whose numbers are finite; `nulls`: null is an infinite one."""
+    """The factors of a file. With `nulls`, null means an infinite factor; all numbers must be finite."""
     if not nulls:
         return _checked(factors, granularity)
     finite = _checked(_each(lambda factor: 1.0 if factor is None else factor, factors), granularity)
@@ -241,7 +248,7 @@ def _checked(values: Any, granularity: Any, what: str = "factors", *, infinite: 
     if not good.all():
         bounds = "not below 0" if what == "gains" else "above 0"
         raise UserError(f"{what} must be finite and {bounds}, got {array[~good][0]}")
-    standing = array == (0 if what == "gains" else np.inf)  # a gain of 0, or a frequency that stands still
+    standing = array == (0 if what == "gains" else np.inf)  # a gain of 0, or a frequency that does not rotate
     if not (usable := standing | ((array >= LEAST) & (array <= MOST))).all():
         raise UserError(f"{what} must be from {LEAST:g} to {MOST:g}, which float32 can divide by; got {array[~usable][0]:g}")
     return array

@@ -1,12 +1,12 @@
-"""Logits that are not finite: the error that says so, and the layer of the model in which NaN or infinity arises.
+"""Logits that are not finite: the error, and the layer of the model in which NaN or infinity first appears.
 
-NaN and infinity never become a score. The passes that are made anyway show them: the log-likelihood of an answer or of a token
-(one NaN among the logits makes the whole distribution NaN), the largest logit of a step of generation (NaN counts as the
-largest), all logits where they are handed out. Only then is a text traced layer by layer: with the model as it is before all
-else, so that no factors are blamed for a damaged model.
+NaN and infinity never become a score. They are detected in results that are computed anyway: the log-likelihood of an answer or
+a token (a single NaN logit makes the whole distribution NaN), the largest logit of a generation step (NaN counts as the
+largest), and all logits where these are returned. Only then is a text traced layer by layer. The trace starts with the model
+without factors, so that factors are not blamed for a damaged model.
 
-A logit of -inf that nothing asks for is a token that cannot come, and no error; an answer token with one is an error, as the
-log-likelihood is no number. No finite weights give such logits.
+A logit of -inf that is not read is a token of probability 0, and no error. An answer token of -inf is an error, because the
+log-likelihood is not a number. Finite weights never give such logits.
 
 Letters: B batch, T tokens, E embedding, L layers.
 """
@@ -26,8 +26,8 @@ from lpes_jax.models.llama.model import Llama, output_logits, states_after_layer
 from lpes_jax.rope import Granularity, RopeTable
 
 WAY_OUT = "try --dtype float32, or fetch its files again"
-_CHUNK = 256  # positions whose logits are in memory together
-_TRACED = 8  # texts that are traced at most
+_CHUNK = 256  # positions whose logits are in memory at once
+_TRACED = 8  # at most this many texts are traced
 
 
 class NotFinite(UserError):
@@ -43,18 +43,26 @@ def not_finite(
     name: str = "",
     method: bool = False,
 ) -> NotFinite:
-    """The error for logits that are not finite on the token ids `texts`, with `factors` (None: with the model as it is).
+    """The error for logits that are not finite.
 
-    It blames the model where that is not finite without factors, else the factors or the `method`; `name` is whose they are.
+    It blames the model if its logits are not finite without factors either, otherwise the factors or the method.
+
+    Args:
+        model: The model, without factors.
+        texts: Token ids of the texts.
+        factors: The factors in use; None for the plain model.
+        granularity: Granularity of an array of factors.
+        name: The candidate that the factors belong to.
+        method: Whether a method is in use in place of factors.
     """
     texts = [list(ids) for ids in texts[:_TRACED]]
     first = _first(model, texts)
     found = factors if factors is None or isinstance(factors, LayerFactors) else LayerFactors(np.asarray(factors), granularity)
-    as_it_is = found is None or ((found.factors == 1).all() and (found.gains is None or (found.gains == 1).all()))
-    if first is not None or not method and as_it_is:
+    unchanged = found is None or ((found.factors == 1).all() and (found.gains is None or (found.gains == 1).all()))
+    if first is not None or not method and unchanged:
         return NotFinite(f"the model's logits are not finite: first {describe_layer(first)}; {WAY_OUT}")
     if method or found is None:
-        return NotFinite(f"the logits are not finite with the method {name}; give it other settings, or --dtype float32")
+        return NotFinite(f"the logits are not finite with the method {name}; use other settings, or --dtype float32")
     first, whose = _first(model, texts, found), f"{name}: " if name else ""
     gains = "" if found.gains is None else f", gains {shown(found.gains)}"
     return NotFinite(
@@ -76,14 +84,14 @@ def first_bad_layer(
     gains: Float[np.ndarray, "L *units"] | None = None,
     gains_granularity: Granularity = "layer",
 ) -> int | str | None:
-    """The first layer whose output is not finite on a text; `embedding` or `logits` where it is before or behind the layers.
+    """The first layer whose output is not finite on a text; `embedding` or `logits` if it is before or after the layers.
 
-    None where everything is finite, as the last digits of a text that is run alone may let it be.
+    None if everything is finite. That can happen, because a text that is run by itself may round differently.
     """
     model, config = on_one_device(model), model.config
     scaled = jnp.asarray(factors, jnp.float32) if isinstance(factors, np.ndarray) else factors
-    scaled_gains = None if gains is None else jnp.asarray(gains, jnp.float32)
-    table = config.rope_table(len(ids), scaled, granularity, scaled_gains, gains_granularity)
+    query_gains = None if gains is None else jnp.asarray(gains, jnp.float32)
+    table = config.rope_table(len(ids), scaled, granularity, query_gains, gains_granularity)
     tokens = jnp.array([ids], jnp.int32)
     if not jnp.isfinite(model.embed[...][tokens]).all():
         return "embedding"
@@ -104,13 +112,13 @@ def _states_and_finite_layers(
 
 
 def describe_layer(layer: int | str | None) -> str:
-    """What `first_bad_layer` found, in words."""
+    """The result of `first_bad_layer` in words."""
     if layer is None:
-        return "in no layer when the text runs alone"
+        return "in no layer when the text is run by itself"
     return f"in layer {layer}" if isinstance(layer, int) else f"in the {layer}"
 
 
 def shown(factors: Any, most: int = 32) -> str:
-    """Factors in one line, the first of many."""
+    """Factors in one line; at most the first `most` of them."""
     values = np.asarray(factors).ravel()
     return " ".join(f"{value:g}" for value in values[:most]) + (" ..." if len(values) > most else "")

@@ -73,7 +73,7 @@ class Parser(Generic[Flags]):
         rest = [argument for argument in arguments if argument.replace("_", "-") not in asked]
         last = max((number for number, argument in enumerate(rest) if argument.startswith("--")), default=0)
         given = Parsed(self.defaults, HostSettings(), self.defaults)
-        for part in (rest, rest[:last]):
+        for part in (rest, rest[:last]) if rest else ():  # nothing is given: nothing to parse
             with contextlib.suppress(UserError):
                 given = self.parse(part)
                 break

@@ -1,6 +1,6 @@
-"""Greedy continuations of prompts, and scores of individuals by the text that they generate.
+"""Greedy continuations of prompts, and scores of individuals by generated text.
 
-On a mesh, a batch of prompts is spread over the population axis: see `lpes_jax.mesh`.
+On a mesh, a batch of prompts is distributed over the population axis: see `lpes_jax.mesh`.
 """
 
 import math
@@ -27,9 +27,9 @@ from lpes_jax.tasks.prompts import Prompt, encode
 
 
 class GeneratedScorer:
-    """Scores individuals one by one on the text that they generate: the task's own metric, `score(output, prompt)` in [0, 1].
+    """Scores individuals one by one on generated text, by the task's own metric, `score(output, prompt)` in [0, 1].
 
-    `correct` is that figure; `log_likelihood` is 0, nothing is teacher-forced, or NaN where logits were not finite.
+    `correct` is that score. `log_likelihood` is 0, because nothing is teacher-forced, or NaN if logits were not finite.
     """
 
     compilations = 0
@@ -62,11 +62,11 @@ class GeneratedScorer:
         gains: Float[np.ndarray, "P ..."] | None = None,
         gains_granularity: Granularity = "layer",
     ) -> Scores:
-        """As `Scorer`'s."""
+        """See `Scorer`."""
         rows, finite = [], []
         for number, individual in enumerate(factors):
-            of_individual = None if gains is None else gains[number]
-            found = LayerFactors(individual, granularity, of_individual, gains_granularity)
+            individual_gains = None if gains is None else gains[number]
+            found = LayerFactors(individual, granularity, individual_gains, gains_granularity)
             ids, finite_rows = _generated(self._model, self._ids, factors=found, on_prompts=on_prompts, **self._settings)
             outputs = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
             rows.append([self._score(output, prompt) for output, prompt in zip(outputs, self._prompts, strict=True)])
@@ -90,11 +90,23 @@ def generate_ids(
     on_prompts: Callable[[int], None] = lambda count: None,
     name: str = "",
 ) -> list[list[int]]:
-    """Greedy continuations of token ids, in the order of the prompts, each cut before the first id of `stop` (or behind it).
+    """Greedy continuations of token ids, in the order of the prompts, each up to the first id of `stop`.
 
-    By the model with `factors` (an array is of `granularity`, without gains), or by the method that `make_method` makes for a
-    length in tokens. `batch_size` is prompts a pass and device. Raises UserError for ids that the model does not have, for
-    counts below 1, and where logits are not finite (`name` says whose factors or which method it is then).
+    Args:
+        model: The model.
+        prompts: Token ids.
+        factors: A `LayerFactors`, or an array without gains; None means the plain model.
+        granularity: Granularity of an array.
+        make_method: Makes a method for a length in tokens, in place of factors.
+        max_new_tokens: The limit of new tokens.
+        stop: Ids that end an output.
+        keep_stop: Whether an output includes the id that ends it.
+        batch_size: Prompts per pass and device; None means as many as fit the memory.
+        on_prompts: Called with the number of finished prompts.
+        name: The name of the factors or method, for the error about logits that are not finite.
+
+    Raises:
+        UserError: An id is outside the vocabulary, a count is below 1, or logits are not finite.
     """
     outputs, finite = _generated(
         model,
@@ -109,7 +121,7 @@ def generate_ids(
         on_prompts=on_prompts,
     )
     if not all(finite):
-        bad = [[*prompts[at], *outputs[at]] for at, well in enumerate(finite) if not well]
+        bad = [[*ids, *output] for ids, output, well in zip(prompts, outputs, finite, strict=True) if not well]
         raise not_finite(model, bad, factors, granularity, name=name, method=make_method is not None)
     return outputs
 
@@ -127,7 +139,7 @@ def _generated(
     batch_size: int | None = None,
     on_prompts: Callable[[int], None] = lambda count: None,
 ) -> tuple[list[list[int]], list[bool]]:
-    """The continuations of `generate_ids`, and of each whether all of its logits were finite."""
+    """The continuations of `generate_ids`, and whether all logits of each were finite."""
     check_ids(model, prompts)
     if max_new_tokens < 1:
         raise UserError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
@@ -142,14 +154,14 @@ def _generated(
     longest = round_up(longest)
     whole = longest + max_new_tokens
     mesh = mesh_of(model)
-    places = 1 if mesh is None else mesh.shape["population"]
+    shards = 1 if mesh is None else mesh.shape["population"]
     at_once = (
         min(tokens_that_fit(model, whole, 1, cached=True), tokens_worth_it(model, whole, cached=True))
         // whole
         // len(method.tables.inv_freq)
     )
-    few = math.ceil(len(prompts) / places)
-    of_device = max(1, min(few, at_once)) if batch_size is None else min(batch_size, few)
+    fewest = math.ceil(len(prompts) / shards)
+    per_device = max(1, min(fewest, at_once)) if batch_size is None else min(batch_size, fewest)
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     width, compilation = longest, tokens_of_a_compilation(model)
     outputs: list[list[int]] = [[] for _ in prompts]
@@ -157,11 +169,11 @@ def _generated(
     ends = frozenset(stop)
     start = 0
     while start < len(order):
-        size = of_device * places
-        at = order[start : start + size]
-        chosen = [list(prompts[i]) for i in at]
-        padding = [chosen[0]] * (size - len(chosen))  # the last batch is as large as the others: one compilation
-        # Few shapes: in steps of a quarter of its power of two, and only where it is worth a program.
+        size = per_device * shards
+        batch = order[start : start + size]
+        chosen = [list(prompts[i]) for i in batch]
+        padding = [chosen[0]] * (size - len(chosen))  # the last batch is as large as the others, for a single compilation
+        # Few distinct widths: in steps of a quarter of the power of two, and only if the saving is worth a compilation.
         narrower = round_up(max(map(len, chosen)), 4)
         if (width - narrower) * (len(order) - start) > compilation:
             width = narrower
@@ -171,14 +183,14 @@ def _generated(
             new = continuation(model, tokens, lengths, method, jnp.array(stop, jnp.int32), max_new_tokens)
             new = jax.block_until_ready(new)
         except jax.errors.JaxRuntimeError as error:
-            if of_device == 1 or not out_of_memory(error):
+            if per_device == 1 or not out_of_memory(error):
                 raise
         if not least(int(new is not None)) or new is None:
-            of_device = math.ceil(of_device / 2)
+            per_device = math.ceil(per_device / 2)
             continue
-        for i, ids, well in zip(at, *(part.tolist() for part in to_host(new)), strict=False):
+        for i, ids, well in zip(batch, *(part.tolist() for part in to_host(new)), strict=False):
             end = next((n for n, token in enumerate(ids) if token in ends), len(ids))
             outputs[i], finite[i] = ids[: end + keep_stop], well
-        start += len(at)
-        on_prompts(len(at))
+        start += len(batch)
+        on_prompts(len(batch))
     return outputs, finite

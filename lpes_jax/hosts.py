@@ -4,16 +4,17 @@
     python -m lpes_jax.search ... --coordinator-address HOST:PORT --num-processes 2 --process-id 1     # on the other
     srun python -m lpes_jax.search ... --distributed      # where JAX knows the cluster: SLURM, Open MPI, ...
 
-Every process runs the same program on the same settings, makes the same decisions, and evaluates its part on its devices.
-Process 0 alone reads and writes the run folder, and prints; what it has read the others get from it, so they need no file
-system in common for that. Model and data each process reads itself, and `check_alike` sees that they are the same.
+Every process runs the same program with the same settings, makes the same decisions, and evaluates its part on its devices.
+Only process 0 reads and writes the run folder and prints; it sends what it reads to the others, so no shared file system is
+needed for the run folder. Each process reads the model and the data itself, and `check_alike` checks that they are the same.
 
-Nobody waits for one who will not come. All processes keep a connection to process 0 (besides JAX's own), on which they say
-that they are done or why they failed. Who fails, or is killed, ends all of them, with the reason on process 0's stderr and an
-exit code that says the same everywhere. A host that vanishes is noticed in half a minute, by TCP's keepalive or by JAX.
-While one waits for the others it says so every ten seconds: each until all have met, then process 0.
+No process blocks on a dead peer. Every process keeps a connection to process 0 (in addition to JAX's own) and reports on it
+that it is done or why it failed. If a process fails or is killed, all processes end with the same exit code, and process 0
+prints the reason on stderr. TCP keepalive or JAX detects a lost host within half a minute. A waiting process prints a line
+every ten
+seconds: each process until all have connected, then process 0 only.
 
-With one process, all of this does nothing.
+With a single process, all functions here do nothing or act locally.
 """
 
 import os
@@ -38,25 +39,28 @@ from lpes_jax import process
 from lpes_jax.errors import UserError
 from lpes_jax.settings.groups import HostSettings, check_hosts
 
-_WAIT = 10  # seconds between two lines that say so
-_HEARTBEAT = 40  # seconds without a sign of life after which JAX gives a process up
-_KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # seconds, seconds, times
+_WAIT = 10  # seconds between two "waiting for" lines
+_HEARTBEAT = 40  # seconds without a heartbeat after which JAX declares a process dead
+_KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # seconds, seconds, probes
 Value = TypeVar("Value")
 
 
 def start(flags: HostSettings) -> None:
-    """Meet the other processes, if the flags name any. Before anything that makes JAX look for its devices.
+    """Connect to the other processes, if the flags name any. Call it before JAX looks for its devices.
 
-    Raises UserError for flags that cannot be, or devices that are not as many in each process; where the others do not come
-    the process ends, with exit code 2. Processes but the first print no more, but for errors.
+    All processes except the first stop printing, except for errors. If the others do not connect in time, the process exits
+    with code 2.
+
+    Raises:
+        UserError: The flags are invalid, or the processes have different numbers of devices.
     """
     global _company
     many = check_hosts(flags)
     if not many:
         return
-    # JAX's preemption service would take SIGTERM for itself.
+    # JAX's preemption service would handle SIGTERM itself.
     jax.config.update("jax_enable_preemption_service", False)
-    # JAX ends a process that waited in vain by abort(), with a stack trace.
+    # On a timeout JAX would abort() with a stack trace.
     late = threading.Timer(flags.start_timeout, _too_late, [flags])
     late.daemon = True
     late.start()
@@ -74,7 +78,7 @@ def start(flags: HostSettings) -> None:
     except (ValueError, RuntimeError) as error:
         if flags.distributed:
             way_out = "give --coordinator-address, --num-processes and --process-id"
-            raise UserError(f"--distributed: JAX finds no cluster's environment here ({error}); {way_out}") from error
+            raise UserError(f"--distributed: JAX finds no cluster environment ({error}); {way_out}") from error
         raise UserError(f"--coordinator-address {flags.coordinator_address}: {error}; is the port free?") from error
     with _waiting("the other processes' devices"):
         process.check_devices()
@@ -82,7 +86,7 @@ def start(flags: HostSettings) -> None:
         devices = Counter(device.process_index for device in jax.devices())
         if len(set(devices.values())) > 1 or len(devices) < jax.process_count():
             each = ", ".join(str(devices[number]) for number in range(jax.process_count()))
-            raise UserError(f"the processes have not all as many devices: {each}; give each as many (CUDA_VISIBLE_DEVICES)")
+            raise UserError(f"the processes have different numbers of devices: {each}; make them equal (CUDA_VISIBLE_DEVICES)")
         host = (flags.coordinator_address or "").rpartition(":")[0]
         _company = _First(host or socket.gethostname()) if is_first() else _Other()
         process.set_farewell(_company.fail)
@@ -93,12 +97,12 @@ def start(flags: HostSettings) -> None:
 
 
 def is_first() -> bool:
-    """Is this the process that reads and writes the run folder? With one process, always."""
+    """Whether this process reads and writes the run folder. Always true with a single process."""
     return jax.process_count() == 1 or jax.process_index() == 0
 
 
 def from_first(read: Callable[[], Value]) -> Value:
-    """What `read` returns in the first process, or the UserError that it raises there, in all of them."""
+    """Call `read` in the first process; return its result, or raise its UserError, in all processes."""
     if jax.process_count() == 1:
         return read()
     found: tuple[Any, str | None] = None, None
@@ -115,7 +119,7 @@ def from_first(read: Callable[[], Value]) -> Value:
 
 
 def gather(value: Value) -> list[Value]:
-    """What each process gives, in all of them, by process. All call it, in the same order."""
+    """The values of all processes, by process number, in all of them. All processes must call it in the same order."""
     if jax.process_count() == 1:
         return [value]
     data = np.frombuffer(pickle.dumps(value), np.uint8)
@@ -126,7 +130,7 @@ def gather(value: Value) -> list[Value]:
 
 
 def check_alike(record: dict[str, Any], way_out: str = "start all with the same flags, model, data and program") -> None:
-    """Raise UserError, in all processes, where one has another record than the first. The names of `record` are told."""
+    """Raise UserError in all processes if one has another record than the first. The message names the differing entries."""
     records = gather(record)
     for number, other in enumerate(records):
         if names := [name for name in {**records[0], **other} if records[0].get(name) != other.get(name)]:
@@ -135,7 +139,7 @@ def check_alike(record: dict[str, Any], way_out: str = "start all with the same 
 
 
 def leave(code: int, line: str) -> int:
-    """Say on stderr why this process fails; the exit code. Where there are others this ends all of them, and never returns."""
+    """Print on stderr why this process fails and return the exit code. With several processes: end all, never return."""
     if _company is not None:
         _company.fail(code, line)
     print(line, file=sys.stderr)
@@ -143,7 +147,7 @@ def leave(code: int, line: str) -> int:
 
 
 def finish() -> None:
-    """Wait until all have done their work, and part: nobody counts as lost from here on."""
+    """Wait until all processes are done, then disconnect. From here on the end of a process is not a failure."""
     global _company
     if _company is not None:
         with _waiting("the other processes to end"):
@@ -154,7 +158,7 @@ def finish() -> None:
 
 
 def in_company() -> bool:
-    """Does this process's failure have to end others?"""
+    """Whether a failure of this process must end other processes."""
     return _company is not None
 
 
@@ -167,12 +171,12 @@ def _broadcast(data: bytes) -> bytes:
 
 
 def _padded(size: int) -> int:
-    return 1 << (max(int(size), 1024) - 1).bit_length()  # few shapes: each is compiled
+    return 1 << (max(int(size), 1024) - 1).bit_length()  # few distinct shapes, as each one is compiled
 
 
 @contextmanager
 def _waiting(for_what: str) -> Iterator[None]:
-    """Say every ten seconds on stderr that this process waits; where it is not the first one, that leads nowhere."""
+    """Print every ten seconds on stderr that this process waits. (Once connected, only process 0 has a stderr.)"""
     over, begun = threading.Event(), time.monotonic()
 
     def say() -> None:
@@ -190,14 +194,12 @@ def _waiting(for_what: str) -> Iterator[None]:
 def _too_late(flags: HostSettings) -> None:
     where = f"--coordinator-address {flags.coordinator_address}" if flags.coordinator_address else "--distributed"
     many = f"the {flags.num_processes} processes" if flags.num_processes else "the processes"
-    line = (
-        f"error: {where}: {many} did not all meet there in {flags.start_timeout} s; start each of them, with one address and an"
-    )
-    _end(2, f"{line} id of its own, and see that no firewall is between them (--start-timeout waits longer)")
+    line = f"error: {where}: {many} did not all connect in {flags.start_timeout} s; start each of them, with one address and an"
+    _end(2, f"{line} id of its own, and check that no firewall is between them (--start-timeout waits longer)")
 
 
 def _end(code: int, line: str = "") -> NoReturn:
-    """End this process whatever its other threads are doing: they may wait for a process that is gone."""
+    """End this process even if its other threads are waiting for a dead process."""
     if line:
         os.write(2, f"{line}\n".encode())
     with suppress(OSError, ValueError):
@@ -207,13 +209,13 @@ def _end(code: int, line: str = "") -> NoReturn:
 
 def _lost(number: int) -> str:
     return (
-        f"error: process {number} is gone (killed, or its host or network is down), so all end; "
-        "start them again, a search with --resume: it goes on from what was scored"
+        f"error: process {number} is gone (killed, or its host or network is down), so all processes end; "
+        "start them again; a search resumes with --resume"
     )
 
 
 class _First:
-    """Process 0's end of the connections."""
+    """Process 0's side of the connections."""
 
     def __init__(self, host: str):
         key = secrets.token_bytes(32)
@@ -221,18 +223,18 @@ class _First:
             from_first(lambda: (host, listener.address[1], key))
             self._others: dict[int, Any] = {}  # connections by process
             while len(self._others) < jax.process_count() - 1:
-                with suppress(AuthenticationError, OSError, EOFError):  # a stranger
+                with suppress(AuthenticationError, OSError, EOFError):  # a connection that is not from a process of ours
                     connection = listener.accept()
                     self._others[connection.recv()] = _kept_alive(connection)
         self._ending, self._all_done = threading.Lock(), threading.Event()
         threading.Thread(target=self._listen, daemon=True).start()
 
     def fail(self, code: int, line: str) -> NoReturn:
-        self._ending.acquire()  # for good: one reason is enough
+        self._ending.acquire()  # never released: the first reason is the one reported
         for connection in self._others.values():
             with suppress(OSError):
                 connection.send(code)
-        for connection in self._others.values():  # JAX aborts those that find its coordinator, this process, gone
+        for connection in self._others.values():  # JAX aborts processes whose coordinator (this process) is gone
             with suppress(OSError, EOFError):
                 while connection.poll(5):
                     connection.recv()
@@ -255,14 +257,14 @@ class _First:
                 except (OSError, EOFError):
                     self.fail(1, _lost(number))
                 if code:
-                    time.sleep(1)  # this process may be about to say the same
+                    time.sleep(1)  # this process may be about to report the same failure
                     self.fail(code, f"process {number}: {line}")
                 del names[connection]
         self._all_done.set()
 
 
 class _Other:
-    """The end of any other process."""
+    """The side of any other process."""
 
     def __init__(self):
         host, port, key = from_first(lambda: ("", 0, b""))
@@ -270,7 +272,7 @@ class _Other:
             self._first = _kept_alive(Client((host, port), "AF_INET", authkey=key))
         except OSError as error:
             raise UserError(
-                f"process 0 cannot be reached at {host}:{port} ({error.strerror}); is a firewall between?"
+                f"process 0 cannot be reached at {host}:{port} ({error.strerror}); is there a firewall in between?"
             ) from error
         self._first.send(jax.process_index())
         self._code, self._finished = None, threading.Event()
@@ -282,7 +284,7 @@ class _Other:
             self._first.send((code, line))
         except OSError:
             _end(code, line)
-        time.sleep(30)  # process 0 says it, and ends this one
+        time.sleep(30)  # process 0 reports the failure and ends this process
         _end(code, line)
 
     def finish(self) -> None:
@@ -303,7 +305,7 @@ _company: _First | _Other | None = None
 
 
 def _kept_alive(connection: Any) -> Any:
-    """The same, with TCP asking whether the other end is there still, also where nothing is sent."""
+    """The connection with TCP keepalive, which detects a lost peer even when nothing is sent."""
     with socket.socket(fileno=os.dup(connection.fileno())) as link:
         link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEPALIVE.items():

@@ -1,4 +1,4 @@
-"""Checks of arrays that Python functions are given. What is traced (`jax.jit`, `jax.grad`, `jax.vmap`) has a shape alone.
+"""Checks of arrays given to Python functions. For traced arrays (`jax.jit`, `jax.grad`, `jax.vmap`) only the shape is checked.
 
 Letters: B batch, T tokens, P population.
 """
@@ -19,7 +19,7 @@ from lpes_jax.rope import Granularity, is_traced
 
 
 def checked_tokens(model: Llama, tokens: Any, what: str = "tokens") -> Int[Array, "B T"]:
-    """Token ids `[B, T]` as an array. Raises UserError for another shape or type, for none, and for ids of no embedding."""
+    """Token ids `[B, T]` as an array. Raises UserError for another shape or type, no rows, or ids outside the vocabulary."""
     if not isinstance(tokens, jax.Array):
         try:
             tokens = np.asarray(tokens)
@@ -38,29 +38,34 @@ def checked_tokens(model: Llama, tokens: Any, what: str = "tokens") -> Int[Array
 def checked_factors(
     config: LlamaConfig, factors: Any, granularity: Granularity, *, population: bool = False, what: str = "factors"
 ) -> None:
-    """Raise UserError for factors that are out of range or do not fit the model: a `LayerFactors`, an array, or None.
+    """Raise UserError for factors that are out of range or do not fit the model.
 
-    For a model that holds factors already all are refused, but those of 1 (and traced populations, which a search scores).
+    A model that already holds factors accepts only factors of 1 (and traced populations, which a search scores).
 
-    `population`: the array has an axis of individuals in front. `what`: factors or gains.
+    Args:
+        config: The model's config.
+        factors: A `LayerFactors`, an array, or None.
+        granularity: Granularity of an array.
+        population: Whether the array has a leading axis of individuals.
+        what: "factors" or "gains".
     """
     if factors is None:
         return
     if isinstance(factors, LayerFactors):
-        of_model = [factors]
+        individuals = [factors]
     else:
         try:
             values = np.ones(factors.shape) if is_traced(factors) else np.asarray(factors)
         except ValueError:
             raise UserError(f"{what} must be numbers, the same count in every layer") from None
         if population and (values.ndim < 2 or not len(values)):
-            raise UserError(f"{what} must have an axis of individuals in front, at least one; got shape {list(values.shape)}")
+            raise UserError(f"{what} must have a leading axis of individuals, at least one; got shape {list(values.shape)}")
         each = values if population else [values]
         if what == "gains":
-            of_model = [LayerFactors(np.ones(config.num_layers), "layer", np.asarray(one), granularity) for one in each]
+            individuals = [LayerFactors(np.ones(config.num_layers), "layer", np.asarray(one), granularity) for one in each]
         else:
-            of_model = [LayerFactors(np.asarray(one), granularity) for one in each]
-    if not population if is_traced(factors) else not all(one.changes_nothing for one in of_model):
+            individuals = [LayerFactors(np.asarray(one), granularity) for one in each]
+    if not population if is_traced(factors) else not all(one.changes_nothing for one in individuals):
         refuse_marked(config.mark, what)
-    for one in of_model:
+    for one in individuals:
         one.for_model(config.num_layers, config.num_kv_heads, config.rotary_dim)

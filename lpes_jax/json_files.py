@@ -1,10 +1,10 @@
-"""JSON as it is read everywhere: bounded, and of the kind that is expected, or a UserError in one line.
+"""The project's JSON reader: it bounds sizes, checks the type, and reports errors as a UserError in one line.
 
     record = read_json(path, dict)          # a file
     row = parse_json(line, "FILE, line 7", dict)
 
-What the standard library takes and nothing here can go on with is refused: brackets within brackets without end, numbers of
-thousands of digits, NaN and infinities (they are no JSON), and halves of surrogate pairs, which no file can hold as UTF-8.
+It refuses input that the standard library accepts but that breaks later code: very deep nesting, numbers of thousands of
+digits, NaN and infinities (which are not JSON), and lone surrogates, which cannot be written as UTF-8.
 """
 
 import json
@@ -19,21 +19,28 @@ from lpes_jax.errors import UserError
 from lpes_jax.text_files import read_text
 
 MOST_DEPTH = 100
-MOST_DIGITS = 100  # of an integer; transformers writes 10^30 for "no limit"
+MOST_DIGITS = 100  # per integer; transformers writes 10^30 for "no limit"
 MOST_BYTES = 2**30
 _NAMES = {dict: "an object", list: "a list", str: "a string", int: "a number", float: "a number", bool: "true or false"}
 _HALF_A_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def read_json(path: str | os.PathLike, kind: type | None = None, *, finite: bool = True, hint: str = "") -> Any:
-    """The contents of a JSON file. Raises UserError where it is missing, or is none of `kind`, as `parse_json` does.
+    """Read a JSON file.
 
-    `hint` stands behind the reason: what the user can do.
+    Args:
+        path: The file.
+        kind: The expected type, dict or list; None accepts any.
+        finite: Whether to refuse NaN and infinities.
+        hint: Follows the reason in error messages and tells the user what to do.
+
+    Raises:
+        UserError: The file is missing, unreadable, not JSON, or not of type `kind`.
     """
     path = Path(path)
     try:
         if path.stat().st_size > MOST_BYTES:
-            raise UserError(f"{path}: larger than {MOST_BYTES:,} bytes, which no such file is{hint}")
+            raise UserError(f"{path}: larger than {MOST_BYTES:,} bytes, too large for a JSON file{hint}")
         text = read_text(path)
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}){hint}") from error
@@ -51,9 +58,18 @@ def parse_json(
     what: str = "not a JSON file",
     hint: str = "",
 ) -> Any:
-    """What `text` says. Raises UserError for what is no JSON, or not of `kind` (dict or list); `where` begins the message.
+    """Parse JSON text.
 
-    `finite=False` lets NaN and infinities pass, for files of others that may have them where nobody looks.
+    Args:
+        text: The text.
+        where: Begins error messages.
+        kind: The expected type, dict or list; None accepts any.
+        finite: Whether to refuse NaN and infinities. Pass False for third-party files that contain them in unused entries.
+        what: The complaint about text that is not JSON.
+        hint: Follows the reason and tells the user what to do.
+
+    Raises:
+        UserError: The text is not JSON, or not of type `kind`.
     """
     try:
         value = json.loads(
@@ -61,9 +77,9 @@ def parse_json(
         )
         _check_depth(value)
         if _HALF_A_PAIR.search(text if isinstance(text, str) else text.decode("utf-8", "replace")):
-            json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogateescape")  # which stands for a byte of a path
+            json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogateescape")  # escapes stand for bytes of a path
     except RecursionError as error:
-        raise UserError(f"{where}: {what} (more than {MOST_DEPTH} brackets within brackets){hint}") from error
+        raise UserError(f"{where}: {what} (nested more than {MOST_DEPTH} levels deep){hint}") from error
     except UnicodeEncodeError as error:
         raise UserError(f"{where}: {what} (half of a surrogate pair, as in \\ud800, is no character){hint}") from error
     except ValueError as error:
@@ -74,19 +90,19 @@ def parse_json(
 
 
 def kind_of(value: Any) -> str:
-    """What JSON calls a value."""
+    """The JSON name of a value's type."""
     return "null" if value is None else _NAMES[type(value)]
 
 
 def is_number(value: Any) -> bool:
-    """A finite number that arrays can hold, and no truth value."""
+    """Whether the value is a finite number that an array can hold (true and false are not numbers)."""
     if isinstance(value, int):
         return not isinstance(value, bool) and abs(value) < 2**63
     return isinstance(value, float) and math.isfinite(value)
 
 
 def is_array(value: Any, *, finite: bool = True) -> bool:
-    """A list of numbers, or of such lists that are all alike. `finite=False`: also NaN and infinities."""
+    """Whether the value is a list of numbers, or of such lists with equal shapes. `finite=False` allows NaN and infinities."""
     if not isinstance(value, list):
         return False
     if not any(isinstance(inner, list) for inner in value):
@@ -107,7 +123,7 @@ def _integer(digits: str) -> int:
 
 def _finite(digits: str) -> float:
     if not math.isfinite(value := float(digits)):
-        raise ValueError(f"{digits[:20]} is beyond all numbers")
+        raise ValueError(f"{digits[:20]} is too large")
     return value
 
 
@@ -119,7 +135,7 @@ _constants = {True: _no_constant, False: float}
 
 
 def _check_depth(value: Any) -> None:
-    """Raise RecursionError for brackets too deep: the parser's own limit hangs on the version of Python."""
+    """Raise RecursionError for nesting that is too deep; the parser's own limit depends on the Python version."""
     level = [value]
     for _ in range(MOST_DEPTH + 1):
         level = [

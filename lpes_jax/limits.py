@@ -1,10 +1,10 @@
-"""What the numbers and texts of settings may be, by the names of their fields: flags of the verbs, and settings in Python.
+"""Bounds of the numbers and texts of settings, by field name: the verbs' flags, and settings in Python.
 
     check_bounds(settings)      # any dataclass of settings; UserError for the first field that is out of bounds
 
-Bounds are far beyond what any run needs, and low enough that nothing within them fills the memory or never ends before a model
-is opened. A field of the same name has the same bounds everywhere. What hangs on the model, the data or on other fields is
-checked where that is known.
+Bounds are far above what any run needs, but low enough that a value within them neither fills the memory nor runs forever
+before a model is opened. A field has the same bounds in every dataclass. Limits that depend on the model, the data or other
+fields are checked where those are known.
 """
 
 import numbers
@@ -22,7 +22,7 @@ from lpes_jax.errors import UserError
 
 @dataclass(frozen=True)
 class Bound:
-    """From `least` to `most`, both allowed unless `above` or `below` says otherwise; `of` says what is counted."""
+    """A range from `least` to `most`, both included unless `above` or `below` is set; `of` names the unit."""
 
     least: int | float
     most: int | float
@@ -33,8 +33,8 @@ class Bound:
 
 MOST_TOKENS = 2**24
 MOST_LAYERS = 2**14
-MOST_TEXT = 2**28  # characters that a task generates: half a billion bytes as Python holds them
-MOST_INDIVIDUALS = 10**7  # of a search, whose history is in memory
+MOST_TEXT = 2**28  # characters that a task may generate
+MOST_INDIVIDUALS = 10**7  # of a search; its history is kept in memory
 
 BOUNDS: dict[str, Bound] = {
     # Questions
@@ -61,12 +61,12 @@ BOUNDS: dict[str, Bound] = {
     "search_positions": Bound(0, 100, "percent of the prompt"),
     "slots": Bound(0, 200_000, "the number of an item"),
     "max_new_tokens": Bound(1, 1_000_000, "tokens of an output"),
-    "seed": Bound(0, 2**32 - 1, "a seed has 32 bits"),
+    "seed": Bound(0, 2**32 - 1, "seeds have 32 bits"),
     # The space of a search
     "num_layers": Bound(0, MOST_LAYERS, "layers of a model"),
     "bands": Bound(0, 4096, "bands of a head"),
     "control_points": Bound(1, MOST_LAYERS, "points of the curve"),
-    "min_factor": Bound(0, 1e6, "a factor"),  # 0 for multipliers alone: see search_space
+    "min_factor": Bound(0, 1e6, "a factor"),  # 0 is for multipliers only: see search_space
     "max_factor": Bound(1e-6, 1e6, "a factor"),
     "initial_factor": Bound(0, 1e6, "a factor"),
     "min_gain": Bound(0, 1e6, "a gain"),
@@ -90,28 +90,28 @@ BOUNDS: dict[str, Bound] = {
     "uniform_candidates": Bound(1, 10_000, "factors tried"),
     "steps": Bound(1, 10_000_000, "steps of Adam"),
     "learning_rate": Bound(0, 1000, "a step, in units of a factor", above=True),
-    "minibatch_size": Bound(1, 1_000_000, "prompts a step"),
+    "minibatch_size": Bound(1, 1_000_000, "prompts per step"),
     "validation_share": Bound(0, 1, "a share", above=True, below=True),
-    "look_every": Bound(1, 10_000_000, "steps between looks"),
-    "patience": Bound(0, 10_000_000, "looks"),
+    "look_every": Bound(1, 10_000_000, "steps between validations"),
+    "patience": Bound(0, 10_000_000, "validations"),
     "stay_close": Bound(0, 1e9, "a weight in the loss"),
     "text_weight": Bound(0, 1e9, "a weight in the loss"),
-    "text_minibatch": Bound(1, 100_000, "windows a step"),
+    "text_minibatch": Bound(1, 100_000, "windows per step"),
     "text_window": Bound(2, MOST_TOKENS, "tokens of a window"),
-    "max_text_loss_rise": Bound(0, 1000, "nats a token"),
+    "max_text_loss_rise": Bound(0, 1000, "nats per token"),
     # Rivals
     "router_steps": Bound(1, 10_000, "steps of the training"),
     "router_batch": Bound(1, 4096, "windows a step"),
     "channel_strings": Bound(1, 10_000, "strings"),
-    "budget": Bound(1, 10_000, "settings tried for a method"),
+    "budget": Bound(1, 10_000, "settings tried per method"),
     "repeats": Bound(1, 100_000, "rounds of the timing"),
     # A profile
     "minutes": Bound(0, 10_000, "minutes", above=True),
     "threshold": Bound(0, 1, "a share", above=True),
     "confidence": Bound(0, 1, "a probability", above=True, below=True),
     # How to run
-    "batch_size": Bound(1, 65_536, "prompts a pass"),
-    "population_chunk": Bound(1, 65_536, "individuals a pass"),
+    "batch_size": Bound(1, 65_536, "prompts per pass"),
+    "population_chunk": Bound(1, 65_536, "individuals per pass"),
     "model_axis": Bound(1, 65_536, "devices of a model"),
     "num_tokens": Bound(8, 32_768, "tokens of the text that is checked"),
     "num_processes": Bound(1, 65_536, "processes"),
@@ -121,19 +121,18 @@ BOUNDS: dict[str, Bound] = {
 
 
 def check_bounds(settings: Any, prefix: str = "--") -> None:
-    """Raise UserError where a number of a dataclass, or of one inside it, is out of `BOUNDS`, or a text or path is none that a
-    system can take.
+    """Raise UserError if a number of a dataclass is out of `BOUNDS`, or a text or path is invalid; nested dataclasses too.
 
-    The message names the flag (`prefix` and the field's name), the value and the bound. Fields that have no bounds are left
-    alone (`weights` have to sum to 1), None is no number, and of a tuple each element counts.
+    The message names the flag (`prefix` and the field's name), the value and the bound. Fields without bounds are not checked
+    (`weights` must sum to 1), None counts as no number, and each element of a tuple is checked.
     """
     kinds = numbers_of(type(settings))
     for field in fields(settings):
-        flag, of_field = flag_of(field.name, prefix), getattr(settings, field.name)
-        if is_dataclass(of_field):
-            check_bounds(of_field, prefix)
+        flag, setting = flag_of(field.name, prefix), getattr(settings, field.name)
+        if is_dataclass(setting):
+            check_bounds(setting, prefix)
             continue
-        for value in _leaves(of_field):
+        for value in _leaves(setting):
             if isinstance(value, str) and field.name in kinds and (ends := re.fullmatch(r"(\d{1,9}):(\d{1,9})", value)):
                 for end in map(int, ends.groups()):  # lengths from a range
                     check_number(flag, end, BOUNDS[field.name], kinds[field.name])
@@ -144,12 +143,12 @@ def check_bounds(settings: Any, prefix: str = "--") -> None:
 
 
 def check_number(flag: str, value: Any, bound: Bound, kind: type = int) -> None:
-    """Raise UserError for a value that is no `kind` (int, or float for any number) or is out of `bound`."""
+    """Raise UserError for a value that is not a number of type `kind` (float: any number) or is out of `bound`."""
     wanted = numbers.Integral if kind is int else numbers.Real
     shown, unit = _shown(value), f" ({bound.of})"
     if isinstance(value, bool) or not isinstance(value, wanted):
         raise UserError(f"{flag} must be a {'whole ' if kind is int else ''}number, got {shown}")
-    number: Any = value  # of either kind; the types of `numbers` know no order
+    number: Any = value  # int or float; the types of `numbers` have no order
     if number != number:
         raise UserError(f"{flag} must be a number from {_plain(bound.least)} to {_plain(bound.most)}{unit}, got {shown}")
     low = number <= bound.least if bound.above else number < bound.least
@@ -163,7 +162,7 @@ def check_number(flag: str, value: Any, bound: Bound, kind: type = int) -> None:
 
 
 def check_text_size(count: int, item: str, characters: int, way_out: str) -> None:
-    """Raise UserError where so many examples of so many characters each are more than a task may generate."""
+    """Raise UserError if `count` examples of `characters` characters each exceed what a task may generate."""
     if count * characters > MOST_TEXT:
         raise UserError(
             f"{count} examples of {item} are {count * characters:,} characters, more than the {MOST_TEXT:,} that are "
@@ -172,7 +171,7 @@ def check_text_size(count: int, item: str, characters: int, way_out: str) -> Non
 
 
 def check_individuals(individuals: int) -> None:
-    """Raise UserError for a search of more individuals than its history can hold."""
+    """Raise UserError for a search of more individuals than a history can hold."""
     if individuals > MOST_INDIVIDUALS:
         raise UserError(
             f"--generations makes {individuals:,} individuals with these settings, more than {MOST_INDIVIDUALS:,}; "
@@ -181,7 +180,7 @@ def check_individuals(individuals: int) -> None:
 
 
 def check_path(what: str, path: str | Path) -> None:
-    """Raise UserError, beginning with `what`, for a path that no file can have: too long, or with a null character."""
+    """Raise UserError, beginning with `what`, for an impossible path: too long, or with a null character."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError, PermissionError):
@@ -193,7 +192,7 @@ def check_path(what: str, path: str | Path) -> None:
 
 @cache
 def numbers_of(settings: type) -> dict[str, type]:
-    """The fields of a dataclass, and of those inside it, that hold numbers, and their kind: int, or float for fractions."""
+    """The numeric fields of a dataclass and of nested ones, with their types: int, or float if fractions are allowed."""
     hints = typing.get_type_hints(settings)
     found: dict[str, type] = {}
     for field in fields(settings):
@@ -205,12 +204,12 @@ def numbers_of(settings: type) -> dict[str, type]:
 
 
 def flag_of(name: str, prefix: str = "--") -> str:
-    """What a user calls a field."""
+    """The name of a field's flag."""
     return prefix + (name.replace("_", "-") if prefix else name)
 
 
 def _types(hint: Any) -> Iterator[Any]:
-    """The types that a hint is made of: those of a union, and of the elements of a tuple."""
+    """The types that a hint consists of: those of a union, and of the elements of a tuple."""
     arguments = [argument for argument in typing.get_args(hint) if argument is not ...]
     if typing.get_origin(hint) is typing.Literal or not arguments:
         yield hint
@@ -237,7 +236,7 @@ def _check_text(flag: str, value: str | Path, is_path: bool) -> None:
 
 
 def _shown(value: Any) -> str:
-    """A value as it is printed, in sixty characters at most."""
+    """A value for a message, in at most sixty characters."""
     try:
         text = repr(value) if isinstance(value, str | Path) else str(value)
     except ValueError:  # an integer of thousands of digits

@@ -2,46 +2,47 @@
 
 Examples:
   python -m lpes_jax.lm_eval run --model lpes_jax --model_args pretrained=tiny-retriever --tasks arc_easy --batch_size auto
-      a model as it is
+      a model without factors
   python -m lpes_jax.lm_eval run --model lpes_jax --model_args pretrained=DIR,factors=RUN/factors.json --tasks arc_easy
-      with the factors of a search; factors=NAME takes the zoo's
+      with the factors of a search; factors=NAME uses the zoo's
 
-The harness finds no models by itself: its `lm_eval` command knows this one only where `lpes_jax.lm_eval` was imported. Requests
-are encoded, cut and stopped as the harness's own `hf` model does it, and prompts that begin alike share what they share.
-Generation is greedy. With RoPE of the types `dynamic` and `longrope`, the longest request of a call decides for all.
+The harness does not find models by itself: its `lm_eval` command knows this model only after `lpes_jax.lm_eval` was imported.
+Requests are encoded, truncated and stopped as in the harness's own `hf` model, and shared prefixes of prompts are computed
+once. Generation is greedy. With RoPE of the types `dynamic` and `longrope`, the longest request of a call determines the table.
 
-`--model_args` takes all that `hf` takes (0.4.13), with its meaning there, or refuses it in one line:
+`--model_args` accepts all arguments of `hf` (0.4.13), with the same meaning, or refuses them in one line:
 
     pretrained          a model, as every verb's --model
-    revision            branch, tag or commit of a hub model (and of a hub tokenizer); what is not on the hub has none
-    tokenizer           in the place of the model's own: a zoo name, a folder, a .gguf file or a hub id
-    dtype               auto (bfloat16 on a GPU, float32 on a CPU), float32, bfloat16, float16
-    batch_size          requests a pass, or auto, by the device's memory (auto:N is the same)
-    max_length          tokens of a request that the model sees at most; by default its window
-    add_bos_token       true or false, where the tokenizer's own habit is not wanted
-    prefix_token_id     what the first token of a text is predicted from; by default BOS, else EOS
-    enable_thinking     true or false, for the chat template. With true, tasks of log-likelihoods are refused
-    think_end_token     what ends the thoughts: an id, or a text. The answer is what follows its last occurrence
-    chat_template_args  more variables for the chat template, as {"reasoning_effort": "low"}; `chat_template` names or is one.
-                        The command line wants a space before it: --model_args pretrained=M 'chat_template_args={"x": 1}'
+    revision            branch, tag or commit of a hub model (and of a hub tokenizer); refused for models that are not on the
+    hub tokenizer           replaces the model's own: a zoo name, a folder, a .gguf file or a hub id dtype               auto
+    (bfloat16 on a GPU, float32 on a CPU), float32, bfloat16, float16 batch_size          requests per pass, or auto, by the
+    device's memory (auto:N is the same) max_length          the limit of tokens of a request; by default the model's window
+    add_bos_token       true or false; overrides the tokenizer's own setting prefix_token_id     the token that the first token
+    of a text is predicted from; by default BOS, else EOS enable_thinking     true or false, for the chat template. With true,
+    tasks of log-likelihoods are refused think_end_token     the end of the thoughts: an id, or a text. The answer is what
+    follows its last occurrence chat_template_args  more variables for the chat template, as {"reasoning_effort": "low"};
+    `chat_template` names a template or
+                        is one. On the command line a space must precede it:
+                        --model_args pretrained=M 'chat_template_args={"x": 1}'
 
     factors, other_model, max_gen_toks
-                        ours: a factors.json or the zoo's by name; to take those of another model; new tokens where a task
-                        does not say how many
+                        ours: a factors.json or the zoo's by name; accept factors of another model; new tokens for tasks that
+                        set no number
 
-These change nothing here: device (JAX takes the device that it finds; JAX_PLATFORMS chooses), max_batch_size, logits_cache,
-trust_remote_code (code that comes with a model is never run) and offload_folder. Others are taken with the values that change
-nothing, such as backend=causal or parallelize=False, and refused otherwise, with the way out. Arguments that `hf` would pass on
-to transformers (load_in_8bit, ...) are refused.
+These have no effect: device (JAX uses the device that it finds; JAX_PLATFORMS chooses), max_batch_size, logits_cache,
+trust_remote_code (code that comes with a model is never run) and offload_folder. Other arguments are accepted with values that
+change nothing, such as backend=causal or parallelize=False, and refused otherwise, with the way out. Arguments that `hf` would
+pass on to transformers (load_in_8bit, ...) are refused.
 
-It differs from `hf` in this:
+Differences from `hf`:
 
-- An argument of --model_args that is a flag as well (batch_size, device) is no error, unless the two disagree.
-- With a think_end_token, stop texts end the answer and not the thoughts, for every batch size. `hf` stops where all texts of a
-  batch hold a stop text, wherever that is.
-- A think_end_token that no decoded text has (a special token, as text) is refused; its id is what works.
+- An argument of --model_args that is also a flag (batch_size, device) is no error, unless the two disagree.
+- With a think_end_token, stop texts end the answer and not the thoughts, for every batch size. `hf` stops when all texts of a
+batch
+  contain a stop text, anywhere.
+- A think_end_token that no decoded text contains (a special token, as text) is refused; its id works.
 - --apply_chat_template NAME renders the template of that name; `hf` records the name and renders the default.
-- A file of --use_cache holds the answers of one model with its factors and settings; those of another are refused.
+- A file of --use_cache holds the answers of one model with its factors and settings; the answers of another are refused.
 
 Needs the extra `lm-eval` (lm-evaluation-harness 0.4.13 or later).
 """
@@ -95,28 +96,28 @@ except ImportError as error:
         sys.exit(fail(message))
     raise UserError(message) from error
 
-_CHUNK = 256  # positions of a row whose logits are in memory together
-_NEW_TOKENS = 256  # of an output, as `hf` has it
-_GREEDY = ("do_sample", "temperature", "top_p", "top_k", "until", "max_gen_toks")  # what greedy generation takes or can ignore
-_NO_EFFECT = {  # values of other settings that change nothing
+_CHUNK = 256  # positions of a row whose logits are in memory at once
+_NEW_TOKENS = 256  # per output, as in `hf`
+_GREEDY = ("do_sample", "temperature", "top_p", "top_k", "until", "max_gen_toks")  # what greedy generation uses or can ignore
+_NO_EFFECT = {  # values of other settings that have no effect
     **{"num_beams": (1, None), "num_return_sequences": (1, None), "repetition_penalty": (1, None)},
     **{"length_penalty": (1, None), "no_repeat_ngram_size": (0, None), "use_cache": (True, None), "min_p": (0, None)},
 }
 _DEFAULTS_OF_FLAGS = (1, "cuda:0")  # of the harness's --batch_size and --device
-_ANSWERS_OF = "lpes_jax"  # the key in a file of --use_cache under which it says whose answers it holds
+_ANSWERS_OF = "lpes_jax"  # the key in a file of --use_cache that identifies the model of its answers
 
 
 @register_model("lpes_jax")
 class LayerFactorsLM(TemplateLM):
-    """A model with factors for the harness; the arguments stand at the top of this file.
+    """A model with factors for the harness; the top of this file lists the arguments.
 
-    Raises UserError for an argument that cannot be, and as `load` and `LayerFactors.load` do.
+    Raises UserError for an invalid argument, and as `load` and `LayerFactors.load`.
     """
 
     def __init__(self, pretrained: Any = "tiny-retriever", factors: Any = None, **arguments: Any):
         super().__init__()
         settings = read_arguments({"pretrained": pretrained, "factors": factors, **arguments})
-        _say_of_device(settings.device)
+        _note_device(settings.device)
         found = None if settings.factors is None else LayerFactors.load(settings.factors)
         loaded = load(settings.pretrained, settings.dtype, revision=settings.revision, tokenizer=settings.tokenizer)
         config = loaded.model.config
@@ -136,7 +137,7 @@ class LayerFactorsLM(TemplateLM):
         if settings.enable_thinking is not None:
             self._template_args["enable_thinking"] = settings.enable_thinking
         self._template: Any = self._template_args.pop("chat_template", None)
-        self._without_system = False  # was a chat's system part left out?
+        self._without_system = False  # whether a chat's system message was dropped
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> "LayerFactorsLM":
@@ -144,9 +145,9 @@ class LayerFactorsLM(TemplateLM):
 
     @classmethod
     def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> "LayerFactorsLM":
-        """As the harness makes it, from --model_args and the flags --batch_size, --max_batch_size and --device.
+        """Make the model from --model_args and the flags --batch_size, --max_batch_size and --device, as the harness does.
 
-        Where both say something, --model_args wins over a flag that has its default. Raises UserError where they differ.
+        --model_args takes precedence over a flag with its default value. Raises UserError if they contradict each other.
         """
         flags = {name: value for name, value in (additional_config or {}).items() if value is not None}
         for name in flags.keys() & arg_dict.keys():
@@ -157,7 +158,7 @@ class LayerFactorsLM(TemplateLM):
         return cls(**(flags | arg_dict))
 
     def _check_tokens(self) -> None:
-        """Raise UserError for ids that no embedding has, and for an end of thoughts that no decoded text has."""
+        """Raise UserError for ids without an embedding, and for a think_end_token that no decoded text contains."""
         rows, thoughts = self._model.config.vocab_size, self._settings.think_end_token
         for name, token in (("prefix_token_id", self._settings.prefix_token_id), ("think_end_token", thoughts)):
             if isinstance(token, int) and not 0 <= token < rows:
@@ -170,14 +171,15 @@ class LayerFactorsLM(TemplateLM):
                 "is it the tokenizer of this model?"
             )
         added = self.tokenizer.added_tokens_decoder if isinstance(thoughts, str) else {}
-        if special := [token for token, of in added.items() if of.special and of.content in str(thoughts)]:
+        special = [token for token, flags in added.items() if flags.special and flags.content in str(thoughts)]
+        if special:
             raise UserError(
-                f"think_end_token in --model_args: {thoughts!r:.60} holds a special token, which is left out where ids become "
-                f"text; give the id of its last token, think_end_token={special[-1]}"
+                f"think_end_token in --model_args: {thoughts!r:.60} contains a special token, which decoding removes; "
+                f"give the id of its last token, think_end_token={special[-1]}"
             )
 
     def set_cache_hook(self, cache_hook: Any) -> None:
-        """Raises UserError for a file of --use_cache with answers that another model, or this one set otherwise, gave."""
+        """Raise UserError for a file of --use_cache with answers of another model, or of this one with other settings."""
         super().set_cache_hook(cache_hook)
         if (kept := cache_hook.dbdict) is None:
             return
@@ -199,22 +201,22 @@ class LayerFactorsLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What the first token of a text is predicted from."""
+        """The token that the first token of a text is predicted from."""
         if self._prefix_token_id is None:
-            raise UserError("the tokenizer has no begin and no end of text; give prefix_token_id in --model_args")
+            raise UserError("the tokenizer has no BOS and no EOS; give prefix_token_id in --model_args")
         return self._prefix_token_id
 
     @property
     def tokenizer_name(self) -> str:
-        """What the harness names prompts by that it keeps (--cache_requests): the tokenizer, and what changes its chats."""
+        """The harness's key for cached prompts (--cache_requests): the tokenizer, and everything that changes its chats."""
         name = self._settings.tokenizer if isinstance(self._settings.tokenizer, str) else self._loaded.identity["name"]
         if not self._template_args and self._template is None:
             return str(name).replace("/", "__")
-        of_chats = json.dumps([self._template, self._template_args], sort_keys=True, default=str)
-        return f"{name}-{hashlib.sha256(of_chats.encode()).hexdigest()[:16]}".replace("/", "__")
+        chats = json.dumps([self._template, self._template_args], sort_keys=True, default=str)
+        return f"{name}-{hashlib.sha256(chats.encode()).hexdigest()[:16]}".replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **ignored: Any) -> list[int]:
-        """Ids of a text, with the tokenizer's own special tokens unless told otherwise or where the text begins with them."""
+        """Ids of a text. Special tokens are the tokenizer's own, unless set otherwise or the text begins with them."""
         special = self._settings.add_bos_token if add_special_tokens is None else add_special_tokens
         prefix = None if self._prefix_token_id is None else self.tokenizer.decode([self._prefix_token_id])
         if add_special_tokens is None and has_bos_prefix(string, prefix):
@@ -222,12 +224,12 @@ class LayerFactorsLM(TemplateLM):
         return self.tokenizer.encode(string, **({} if special is None else {"add_special_tokens": special}))
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """(log p of the continuation, is it the greedy one) of each (context, continuation)."""
+        """(log p of the continuation, whether it is the greedy one) for each (context, continuation)."""
         if self._settings.enable_thinking:
             tasks = sorted({str(request.task_name) for request in requests if getattr(request, "task_name", None)})
             raise UserError(
-                f"enable_thinking: {', '.join(tasks) or 'a task'} scores given answers, before which a model has no thoughts; "
-                "leave enable_thinking out, or take tasks that generate"
+                f"enable_thinking: {', '.join(tasks) or 'a task'} scores given answers, which have no thoughts before them; "
+                "remove enable_thinking, or use tasks that generate"
             )
         if any(request.args == ("", "") for request in requests):
             raise UserError("a request has neither a context nor a continuation; the model scores at least 1 token")
@@ -236,7 +238,7 @@ class LayerFactorsLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **ignored: Any
     ) -> list[tuple[float, bool]]:
-        """(log p of the continuation, is it the greedy one) of each request: its texts, and the ids of both."""
+        """(log p of the continuation, whether it is the greedy one) for each request: its texts, and the ids of both."""
         if not requests:
             return []
         prompts = []
@@ -259,68 +261,69 @@ class LayerFactorsLM(TemplateLM):
             )
             if len(bad := np.flatnonzero(~np.isfinite(log_likelihood[0]))):
                 raise not_finite(self._model, scorer.sequences(int(bad[0])), self._factors)
-        answers = list(zip(log_likelihood[0].tolist(), (bool(it) for it in correct[0]), strict=True))
+        answers = list(zip(log_likelihood[0].tolist(), map(bool, correct[0]), strict=True))
         for (texts, _, _), answer in zip(requests, answers, strict=True):
             self.cache_hook.add_partial("loglikelihood", texts, answer)
         return answers
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """log p of each whole text, cut into windows with as much context as the model takes."""
-        windows, counted, request_of = [], [], []
-        for at, (text,) in enumerate(request.args for request in requests):
+        """log p of each whole text, in windows with as much context as the model accepts."""
+        windows, counted, request_numbers = [], [], []
+        for number, (text,) in enumerate(request.args for request in requests):
             ids = self.tok_encode(text)
             for context, predicted in get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1):
                 windows.append(context + predicted[-1:])
                 counted.append(len(predicted))
-                request_of.append(at)
+                request_numbers.append(number)
         totals = np.zeros(len(requests))
         with _progress("loglikelihood_rolling", len(windows), disable_tqdm) as on_windows:
-            for at, of_tokens in self._nlls(windows, on_windows):
-                totals[request_of[at]] -= of_tokens[len(windows[at]) - counted[at] : len(windows[at])].sum(dtype=np.float64)
+            for window, nll in self._nlls(windows, on_windows):
+                scored = nll[len(windows[window]) - counted[window] : len(windows[window])]
+                totals[request_numbers[window]] -= scored.sum(dtype=np.float64)
         for request, total in zip(requests, totals.tolist(), strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals.tolist()
 
     def _nlls(self, windows: list[list[int]], on_windows: Callable[[int], None]) -> list[tuple[int, np.ndarray]]:
-        """The number of each window, and -log p of its tokens (and of the padding behind them)."""
+        """The number of each window, and -log p of its tokens (and of the padding after them)."""
         if not windows:
             return []
         check_ids(self._model, windows)
         width = round_up(max(map(len, windows)))
         at_once = min(tokens_that_fit(self._model, width, min(width, _CHUNK)), tokens_worth_it(self._model, width)) // width
         size = max(1, min(at_once, len(windows))) if self._batch_size is None else min(self._batch_size, len(windows))
-        order = sorted(range(len(windows)), key=lambda at: len(windows[at]))
+        order = sorted(range(len(windows)), key=lambda number: len(windows[number]))
         nlls: list[tuple[int, np.ndarray]] = []
         for start in range(0, len(order), size):
-            of_batch = order[start : start + size]
-            filled = of_batch + of_batch[:1] * (size - len(of_batch))  # as large as the others: one compilation
-            longest = len(windows[of_batch[-1]])
-            tokens, _ = padded([windows[at] for at in filled], round_up(longest))
+            batch = order[start : start + size]
+            filled = batch + batch[:1] * (size - len(batch))  # as large as the others, for a single compilation
+            longest = len(windows[batch[-1]])
+            tokens, _ = padded([windows[number] for number in filled], round_up(longest))
             table = self._model.config.rope_table(longest - 1, self._factors)
             values = np.asarray(token_nll(self._model, jnp.asarray(tokens), of_table(table), _CHUNK))
-            for ids, nll in zip([windows[at] for at in of_batch], values, strict=False):
+            for ids, nll in zip([windows[number] for number in batch], values, strict=False):
                 if not np.isfinite(nll[: len(ids)]).all():
                     raise not_finite(self._model, [ids], self._factors)
-            nlls += zip(of_batch, values, strict=False)
-            on_windows(len(of_batch))
+            nlls += zip(batch, values, strict=False)
+            on_windows(len(batch))
         return nlls
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """The greedy continuation of each context up to the first of its `until` texts, the end of text, or max_gen_toks."""
-        alike: dict[str, list[int]] = {}
-        for at, request in enumerate(requests):
-            alike.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(at)
+        """The greedy continuation of each context, up to one of its `until` texts, the end of text, or max_gen_toks."""
+        groups: dict[str, list[int]] = {}  # numbers of requests by their settings
+        for number, request in enumerate(requests):
+            groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
         outputs = [""] * len(requests)
         with _progress("generate_until", len(requests), disable_tqdm) as on_prompts:
-            for of_settings in alike.values():
-                chosen = [requests[at] for at in of_settings]
-                for at, text in zip(of_settings, self._generated(chosen, on_prompts), strict=True):
-                    outputs[at] = text
-                    self.cache_hook.add_partial("generate_until", requests[at].args, text)
+            for group in groups.values():
+                chosen = [requests[number] for number in group]
+                for number, text in zip(group, self._generated(chosen, on_prompts), strict=True):
+                    outputs[number] = text
+                    self.cache_hook.add_partial("generate_until", requests[number].args, text)
         return outputs
 
     def _generated(self, requests: list[Any], on_prompts: Callable[[int], None]) -> list[str]:
-        """Of requests with the same settings."""
+        """Outputs of requests with the same settings."""
         given = requests[0].args[1]
         try:
             settings = normalize_gen_kwargs(given, self.max_gen_toks)
@@ -330,7 +333,7 @@ class LayerFactorsLM(TemplateLM):
         if settings["do_sample"]:
             unknown.append("do_sample" if given.get("do_sample") else "temperature")
         if unknown:
-            raise UserError(f"generation is greedy here: no {unknown[0]}; take it out, or give other --gen_kwargs")
+            raise UserError(f"generation is greedy here and cannot use {unknown[0]}; remove it, or give other --gen_kwargs")
         if wrong := [text for text in settings["until"] if text is not None and not isinstance(text, str)]:
             raise UserError(f"until holds {wrong[0]!r:.40}, which is not a text; quote it in --gen_kwargs")
         eos = None if self.eot_token_id is None else self.tokenizer.decode([self.eot_token_id])
@@ -350,23 +353,23 @@ class LayerFactorsLM(TemplateLM):
             on_prompts=on_prompts,
         )
         if isinstance(thoughts, int):
-            ids = [_behind_last(of_text, thoughts) for of_text in ids]
+            ids = [_after_last(output, thoughts) for output in ids]
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         if isinstance(thoughts, int):
             texts, thoughts = [text.lstrip() for text in texts], None
         return [postprocess_generated_text(text, until, think_end_token=thoughts) for text in texts]
 
     def _ids_with(self, until: Sequence[str]) -> list[int]:
-        """Ids whose text has one of these in it: nothing behind them is read. Texts of several tokens stop nothing early."""
-        before = self.tokenizer.encode("a", add_special_tokens=False)  # the first token of a text may lose its space
-        texts = self.tokenizer.batch_decode([[*before, at] for at in range(len(self.tokenizer))])
+        """Ids whose text contains one of `until`, so nothing after them is read. Texts of several tokens stop nothing early."""
+        before = self.tokenizer.encode("a", add_special_tokens=False)  # because the first token of a text may lose its space
+        texts = self.tokenizer.batch_decode([[*before, token] for token in range(len(self.tokenizer))])
         start = len(self.tokenizer.decode(before))
-        return [at for at, text in enumerate(texts) if any(end and end in text[start:] for end in until)]
+        return [token for token, text in enumerate(texts) if any(end and end in text[start:] for end in until)]
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The template of --apply_chat_template [NAME], for the harness's record; chats are rendered by it from here on.
+        """Set the template of --apply_chat_template [NAME] for all chats, and return it for the harness's record.
 
-        Raises UserError for a tokenizer without a template, and for a name that it does not have.
+        Raises UserError for a tokenizer without a template, and for an unknown name.
         """
         if not chat_template:
             return None
@@ -386,17 +389,17 @@ class LayerFactorsLM(TemplateLM):
             template = self.tokenizer.get_chat_template(self._template, self._template_args.get("tools"))
         except ValueError as error:
             raise UserError(
-                "--apply_chat_template: the tokenizer has no chat template, or several and no default; leave the flag out, "
-                "name one behind it, or give another tokenizer in --model_args"
+                "--apply_chat_template: the tokenizer has no chat template, or several without a default; remove the flag, "
+                "name a template, or give another tokenizer in --model_args"
             ) from error
-        if not isinstance(template, str) or "{" not in template:  # it would be the prompt as it stands
+        if not isinstance(template, str) or "{" not in template:  # it would render to itself
             raise UserError(f"--apply_chat_template: {template!r:.60} is neither a chat template nor the name of one")
         return template
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The prompt that the template makes of a chat; without its system part, where the template refuses one.
+        """Render a chat. If the template refuses system messages, they are dropped.
 
-        Raises UserError for a template that fails, or takes more than templates need (`lpes_jax.models.llama.templates`).
+        Raises UserError for a template that fails, or that exceeds its budget (`lpes_jax.models.llama.templates`).
         """
         try:
             return self._rendered(chat_history, add_generation_prompt)
@@ -406,27 +409,27 @@ class LayerFactorsLM(TemplateLM):
                 raise _fails(error) from error
         if not self._without_system:
             self._without_system = True
-            print("note: --apply_chat_template: the template refuses the system part, which is left out", file=sys.stderr)
+            print("note: --apply_chat_template: the template refuses system messages; they are dropped", file=sys.stderr)
         try:
             return self._rendered(without, add_generation_prompt)
         except TemplateError as error:
             raise _fails(error) from error
 
     def _rendered(self, chat_history: list[dict[str, str]], add_generation_prompt: bool) -> str:
-        """Raises TemplateError where the template says no."""
+        """Render a chat. Raises TemplateError if the template refuses it."""
         how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
         template = self._chosen_template()
         try:
             text = templates.render(self.tokenizer, chat_history, template=template, **how, **self._template_args)
-            text.encode()  # halves of surrogate pairs are no text
+            text.encode()  # refuses lone surrogates
         except TemplateError:
             raise
-        except Exception as error:  # templates are programs: they raise what they like
+        except Exception as error:  # templates are programs and may raise anything
             raise _fails(error) from error
         return text
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the harness's results say of the model."""
+        """The model's entries in the harness's results."""
         identity = self._loaded.identity
         return {
             "model_num_parameters": sum(leaf.size for leaf in jax.tree.leaves(nnx.state(self._model))),
@@ -438,29 +441,29 @@ class LayerFactorsLM(TemplateLM):
         }
 
 
-def _say_of_device(device: str | None) -> None:
-    """A note where --device names another device than JAX takes. The flag's default is left aside without one."""
+def _note_device(device: str | None) -> None:
+    """Print a note if --device names a device that JAX does not use. The flag's default is ignored silently."""
     backend = jax.default_backend()
     if device not in (None, *_DEFAULTS_OF_FLAGS, "cuda", backend, f"{backend}:0"):
-        print(f"note: --device {device:.40} is left aside: JAX runs on {backend} (JAX_PLATFORMS chooses)", file=sys.stderr)
+        print(f"note: --device {device:.40} is ignored: JAX runs on {backend} (JAX_PLATFORMS chooses)", file=sys.stderr)
 
 
-def _behind_last(ids: list[int], token: int) -> list[int]:
-    """What follows the last `token`; all where there is none."""
+def _after_last(ids: list[int], token: int) -> list[int]:
+    """The ids after the last `token`, or all ids if there is none."""
     return ids[len(ids) - ids[::-1].index(token) :] if token in ids else ids
 
 
 def _fails(error: Exception) -> UserError:
     reason = " ".join(str(error).split())[:200] or type(error).__name__
     return UserError(
-        f"--apply_chat_template: the chat template fails ({reason}); leave the flag out, or give another template as "
+        f"--apply_chat_template: the chat template fails ({reason}); remove the flag, or give another template as "
         "chat_template in chat_template_args"
     )
 
 
 @contextmanager
 def _progress(kind: str, total: int, disable: bool) -> Iterator[Callable[[int], None]]:
-    """The harness's own bar; what it gives is told how much was done."""
+    """The harness's progress bar. Yields a function that adds to the count."""
     with tqdm(total=total, disable=disable, desc=f"Running {kind} requests") as bar:
 
         def done(count: int) -> None:
@@ -491,7 +494,7 @@ def main() -> int:
 
 
 def _of_the_command_line(error: Exception) -> bool:
-    """Did the harness refuse what stands on its command line, or in the file of --config?"""
+    """Whether the harness refused its command line, or the file of --config."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     modules = [frame.f_globals.get("__name__", "") for frame in frames]
     at_once = modules[-1] == "lm_eval.evaluator" and frames[-1].f_code.co_name == "simple_evaluate"

@@ -1,9 +1,9 @@
-"""What `--model_args` of lm-evaluation-harness may say of our model: every argument of its own `hf` model, and three more.
+"""The arguments of our model in `--model_args` of lm-evaluation-harness: all of those of its own `hf` model, and three more.
 
     settings = read_arguments({"pretrained": "tiny-retriever", "enable_thinking": "False"})
 
-Values come from a command line, from YAML or from Python: "True", "None" and digits stand for what they say, except where any
-text is a value. What each argument means stands in `lpes_jax.lm_eval`. Needs no harness.
+Values come from a command line, from YAML or from Python. "True", "None" and digits are therefore converted, unless the
+argument is a text. `lpes_jax.lm_eval` documents each argument. This module does not import the harness.
 """
 
 import ast
@@ -18,7 +18,7 @@ from lpes_jax.errors import UserError
 from lpes_jax.limits import BOUNDS, MOST_TOKENS, Bound, check_number
 
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
-_OF_THE_HARNESS = (  # what the harness and transformers say to a template themselves
+_OF_THE_HARNESS = (  # template variables that the harness and transformers set themselves
     *("conversation", "conversations", "messages", "template", "tokenizer"),
     *("tokenize", "add_generation_prompt", "continue_final_message"),
 )
@@ -26,7 +26,7 @@ _OF_THE_HARNESS = (  # what the harness and transformers say to a template thems
 
 @dataclass(frozen=True)
 class ModelArguments:
-    """Arguments that are well-formed in themselves; ids are checked where the model is known."""
+    """Arguments that are valid by themselves; ids are checked when the model is known."""
 
     pretrained: str = "tiny-retriever"
     factors: str | None = None
@@ -42,13 +42,13 @@ class ModelArguments:
     enable_thinking: bool | None = None
     think_end_token: int | str | None = None
     chat_template_args: dict[str, Any] = field(default_factory=dict)
-    device: str | None = None  # this and the two below change nothing
+    device: str | None = None  # this one and the two below have no effect
     max_batch_size: int | None = None
     offload_folder: str | None = None
 
 
 def read_arguments(given: Mapping[str, Any]) -> ModelArguments:
-    """Raises UserError, with the argument's name and the way out, for a name or value that is not taken."""
+    """Check and convert the arguments. Raises UserError, with the argument's name and the way out, for an invalid one."""
     for name, value in given.items():
         if name in UNUSED:
             harmless, way_out = UNUSED[name]
@@ -57,7 +57,7 @@ def read_arguments(given: Mapping[str, Any]) -> ModelArguments:
         elif name not in TAKEN:
             close = difflib.get_close_matches(name, [*TAKEN, *UNUSED], n=1)
             hint = f"did you mean {close[0]}?" if close else f"the arguments are {', '.join(TAKEN)}"
-            raise UserError(f"{name:.60} is not an argument that --model_args takes here; {hint}")
+            raise UserError(f"{name:.60} is not an argument of --model_args; {hint}")
     settings = ModelArguments(**{name: TAKEN[name](_named(name), value) for name, value in given.items() if name in TAKEN})
     if settings.enable_thinking and settings.think_end_token is None:
         raise UserError(
@@ -68,12 +68,12 @@ def read_arguments(given: Mapping[str, Any]) -> ModelArguments:
 
 
 def _named(name: str) -> str:
-    """As the user may have said it: three are flags of the harness too."""
+    """The user's name for an argument: three are also flags of the harness."""
     return f"--{name}" if name in ("batch_size", "max_batch_size", "device") else f"{name} in --model_args"
 
 
 def _plain(value: Any) -> Any:
-    """`True`, `False` or `None` for a text that says so, and the name of a dtype of torch."""
+    """Convert a text such as "True" or "none" to its value, and a dtype of torch to its name."""
     if type(value).__module__ == "torch":
         return str(value).removeprefix("torch.")
     return _WORDS.get(value.strip().lower(), value) if isinstance(value, str) else value
@@ -114,7 +114,7 @@ def _whole(bound: Bound) -> Callable[[str, Any], int | None]:
 
 
 def _batch_size(what: str, value: Any) -> int | None:
-    """None for `auto`, and for `auto:N`, which has `hf` look for the size N times."""
+    """None for `auto` and for `auto:N`, with which `hf` determines the size N times."""
     kind, _, times = str(value).partition(":")
     if kind != "auto":
         return _whole(BOUNDS["batch_size"])(what, value)
@@ -128,7 +128,7 @@ def _batch_size(what: str, value: Any) -> int | None:
 
 
 def _revision(what: str, value: Any) -> str | None:
-    if isinstance(value, int) and not isinstance(value, bool):  # a command line makes a number of it
+    if isinstance(value, int) and not isinstance(value, bool):  # the harness's command line converts digits
         value = str(value)
     return _optional_text(what, value)
 
@@ -171,11 +171,11 @@ def _chat_template_args(what: str, value: Any) -> dict[str, Any]:
     if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
         raise UserError(f'{what} must be a mapping of names to values, as {{"reasoning_effort": "low"}}, got {value!r:.60}')
     if taken := [name for name in found if name in _OF_THE_HARNESS]:
-        raise UserError(f"{what}: the harness itself sets {taken[0]}; leave it out")
+        raise UserError(f"{what}: the harness itself sets {taken[0]}; remove it")
     return dict(found)
 
 
-# What is taken, with what reads it.
+# The accepted arguments, and the functions that read them.
 TAKEN: dict[str, Callable[[str, Any], Any]] = {
     "pretrained": _text,
     "factors": _optional_text,
@@ -197,19 +197,19 @@ TAKEN: dict[str, Callable[[str, Any], Any]] = {
 }
 
 _BOOLEANS = (None, True, False)
-_ONE_DEVICE = "the model runs on one device; leave it out"
-_MEMORY = "JAX's own settings bound the memory (XLA_PYTHON_CLIENT_MEM_FRACTION); leave it out"
+_ONE_DEVICE = "the model runs on one device; remove it"
+_MEMORY = "JAX's own settings limit the memory (XLA_PYTHON_CLIENT_MEM_FRACTION); remove it"
 _QUANTISED = "give a .gguf file of the model, or its weights before quantisation"
-# What `hf` takes and this model does not need: the values that change nothing here, and what to do in place of any other.
+# Arguments of `hf` that this model does not need: the values without effect, and the way out for any other value.
 UNUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "backend": (("default", "causal"), "only decoder-only models run here"),
     "subfolder": ((None, ""), "give the folder itself: pretrained=FOLDER/SUBFOLDER"),
-    "truncation": ((None, False), "a request that is too long loses its beginning in any case; leave it out"),
-    "logits_cache": (_BOOLEANS, "prompts that begin alike share what they share in any case; leave it out"),
-    "softmax_dtype": ((None, "float32"), "log-likelihoods are made in float32; leave it out"),
-    "mixed_precision_dtype": ((None,), "give dtype, which holds for all"),
-    "trust_remote_code": (_BOOLEANS, "code that comes with a model is never run; leave it out"),
-    "use_fast_tokenizer": ((None, True), "only fast tokenizers run here; leave it out"),
+    "truncation": ((None, False), "a request that is too long always loses its beginning; remove it"),
+    "logits_cache": (_BOOLEANS, "shared prefixes of prompts are always computed once; remove it"),
+    "softmax_dtype": ((None, "float32"), "log-likelihoods are always computed in float32; remove it"),
+    "mixed_precision_dtype": ((None,), "give dtype, which applies to everything"),
+    "trust_remote_code": (_BOOLEANS, "code that comes with a model is never run; remove it"),
+    "use_fast_tokenizer": ((None, True), "only fast tokenizers are supported; remove it"),
     "parallelize": ((None, False), _ONE_DEVICE),
     "max_memory_per_gpu": ((None,), _MEMORY),
     "max_cpu_memory": ((None,), _MEMORY),

@@ -1,12 +1,12 @@
-"""The mark of a model that holds factors already: a folder or a .gguf file that `lpes_jax.export` wrote.
+"""The mark of a model that already holds factors: a folder or a .gguf file that `lpes_jax.export` wrote.
 
-Factors in the weights, or in the RoPE that a file describes, cannot be told from the model's own, and given once more they
-would count twice. So such files name them: config.json under `lpes_mark`, a GGUF file's metadata under `lpes.mark` (JSON text).
+Factors inside the weights or the RoPE of a file cannot be told from the model's own values. Applied again, they would count
+twice. Exported files therefore name their factors: config.json under `lpes_mark`, GGUF metadata under `lpes.mark` (JSON text).
 
     {"factors_sha256": "6f1c...", "gains": "query weights", "rates": null}
 
-gains, rates: where they are, null where the factors have none. Whatever puts factors into a model calls `refuse_marked`, but
-for factors and gains that are all 1.
+gains, rates: where the file stores them; null where the factors have none. All code that applies factors to a model calls
+`refuse_marked` first, unless all factors and gains are 1.
 """
 
 import json
@@ -20,7 +20,7 @@ KEY, GGUF_KEY = "lpes_mark", "lpes.mark"
 
 @dataclass(frozen=True)
 class Mark:
-    """Which factors (`LayerFactors.sha256`) a model holds, and where its files have them."""
+    """Which factors (`LayerFactors.sha256`) a model holds, and where its files store them."""
 
     factors_sha256: str
     gains: str | None = None
@@ -28,12 +28,12 @@ class Mark:
 
     @classmethod
     def read(cls, value: Any, where: str) -> "Mark | None":
-        """The mark in a config or in metadata; None where there is none. Raises UserError for what is none of ours."""
+        """Read the mark of a config or of metadata. Returns None if there is none, raises UserError for an unknown form."""
         if value is None:
             return None
         try:
             mark = cls(**(json.loads(value) if isinstance(value, str) else value))
-            if isinstance(mark.factors_sha256, str) and all(isinstance(it, str | None) for it in (mark.gains, mark.rates)):
+            if isinstance(mark.factors_sha256, str) and all(isinstance(part, str | None) for part in (mark.gains, mark.rates)):
                 return mark
         except (TypeError, ValueError):
             pass
@@ -41,21 +41,21 @@ class Mark:
 
     @property
     def record(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The mark as a JSON object."""
         return asdict(self)
 
     @property
     def gguf(self) -> str:
-        """As a GGUF file has it."""
+        """The mark as JSON text, for GGUF metadata."""
         return json.dumps(self.record)
 
     def __str__(self) -> str:
         held = {"gains": self.gains, "rates": self.rates}
-        places = [f"{what} in {place}" for what, place in held.items() if place]
-        return f"factors of sha256 {self.factors_sha256:.8} ({', '.join(places) or 'all of them 1'})"
+        parts = [f"{what} in {where}" for what, where in held.items() if where]
+        return f"factors of sha256 {self.factors_sha256:.8} ({', '.join(parts) or 'all of them 1'})"
 
 
 def refuse_marked(mark: Mark | None, where: str = "factors") -> None:
-    """Raise UserError where a model holds factors already, and `where` would put some in a second time."""
+    """Raise UserError if the model already holds factors; `where` names the factors that would be applied again."""
     if mark is not None:
-        raise UserError(f"{where}: the model holds {mark} already; use the model that it was exported from")
+        raise UserError(f"{where}: the model already holds {mark}; use the model that it was exported from")

@@ -1,9 +1,9 @@
-"""How much fits into a pass: a model of what its activations take, and what the device has free.
+"""How much fits into a pass: a model of the memory of its activations, and the free memory of the device.
 
-The model counts, for each token of an individual, the arrays of one layer that are alive together: copies of the hidden state,
-of queries, keys and values, and of the MLP's. Beside them stand float32 logits of the positions that are read, with their
-softmax, and the attention logits that are held at once. Half of the free memory is planned with. Where that was too much after
-all, the pass fails with an error that `out_of_memory` knows, and is done again in smaller ones.
+The model counts, per token of an individual, the arrays of one layer that are live together: copies of the hidden state, of
+queries, keys and values, and of the MLP's intermediate values. It adds float32 logits of the positions that are read, their
+softmax, and the attention logits that are held at once. Plans use half of the free memory. If a pass still exceeds the memory,
+`out_of_memory` recognises the error and the pass is repeated in smaller ones.
 """
 
 import jax
@@ -12,26 +12,32 @@ from lpes_jax.mesh import least, mesh_of
 from lpes_jax.models.llama.attention import logits_at_once
 from lpes_jax.models.llama.model import Llama
 
-_BUSY = 2**47  # FLOP of a pass that is to keep a large GPU busy: seen for a 7B shape, assumed for others
-_COMPILATION = {"cpu": 2**38, "gpu": 2**51}  # FLOP of the seconds that a program of all layers takes to compile
-_CPU_MEMORY = 2**31  # bytes that activations may take where the device does not say how much it has
+_BUSY = 2**47  # FLOP of a pass that keeps a large GPU busy: measured for a 7B shape, assumed for others
+_COMPILATION = {"cpu": 2**38, "gpu": 2**51}  # FLOP that a device computes in the time a program of all layers takes to compile
+_CPU_MEMORY = 2**31  # bytes for activations if the device does not report its memory
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether this is XLA's complaint that the device's memory is used up."""
+    """Whether this is XLA's out-of-memory error."""
     return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
 
 def planned_memory() -> int:
-    """Bytes that a pass may take. Of several processes all ask, and get the least."""
+    """Bytes that a pass may use: the minimum over all processes, which must all call it."""
     stats = jax.local_devices()[0].memory_stats() or {}
     return least((stats["bytes_limit"] - stats["bytes_in_use"]) // 2 if "bytes_limit" in stats else _CPU_MEMORY)
 
 
 def pass_bytes(model: Llama, tokens: int, read: int, *, cached: bool = False) -> int:
-    """Bytes that one individual's pass over so many tokens takes, logits of `read` of them, with or without a cache.
+    """Bytes per device that one individual's pass over `tokens` tokens takes.
 
-    On each device; those of a model axis share all but the hidden states and logits.
+    The devices of a model axis share everything except hidden states and logits.
+
+    Args:
+        model: Gives sizes, dtype and mesh.
+        tokens: Tokens of all rows.
+        read: Tokens whose logits are computed.
+        cached: Whether keys and values are cached.
     """
     config, itemsize, mesh = model.config, model.embed[...].dtype.itemsize, mesh_of(model)
     split = 3 * config.intermediate_size + 4 * config.num_heads * config.head_dim
@@ -42,17 +48,18 @@ def pass_bytes(model: Llama, tokens: int, read: int, *, cached: bool = False) ->
 
 
 def tokens_that_fit(model: Llama, length: int, read: int, *, cached: bool = False) -> int:
-    """Tokens of a pass over rows of `length` tokens, with logits of `read` of them: at least one row."""
+    """Tokens of a pass that fits the memory, for rows of `length` tokens with logits of `read` of them; at least one row."""
     attention = pass_bytes(model, 0, 0)
     row = pass_bytes(model, length, read, cached=cached) - attention
     return max(length, (planned_memory() - attention) // row * length)
 
 
 def tokens_worth_it(model: Llama, length: int, *, cached: bool = False) -> int:
-    """Tokens of a pass over rows of `length` tokens that keeps the device busy; more gain nothing.
+    """Tokens of a pass that keeps the device busy, for rows of `length` tokens; larger passes gain nothing.
 
-    On a GPU they cost: XLA times its kernels at this size when it compiles. A Llama-2-7B shape runs at 95 % of the matrix
-    product's rate with 16,384 (H200, bfloat16). With a cache, as many as there can be: each new token reads all weights.
+    On a GPU, larger passes also compile longer: XLA times its kernels at this size. A Llama-2-7B shape reaches 95 % of the
+    matrix product's rate with 16,384 tokens (H200, bfloat16). With a cache, more tokens always help, because each step reads
+    all weights.
     """
     if jax.default_backend() == "cpu":
         return max(length, 2**12)
@@ -62,7 +69,7 @@ def tokens_worth_it(model: Llama, length: int, *, cached: bool = False) -> int:
 
 
 def tokens_of_a_compilation(model: Llama) -> int:
-    """Tokens that a device reads in about the time in which one more program is compiled."""
+    """Tokens that a device processes in about the time that compiling one more program takes."""
     return _COMPILATION["cpu" if jax.default_backend() == "cpu" else "gpu"] // _token_flop(model)
 
 

@@ -1,19 +1,19 @@
-"""The devices as a mesh, and arrays on it: the one place that spreads values over devices and fetches them.
+"""The device mesh, and arrays on it: the only module that distributes values over devices and collects them.
 
-Devices of all processes stand in a mesh of two axes: `population`, along which each device has individuals, or prompts, of its
-own and says nothing to the others, and `model`, along which the devices share one copy of the weights (tensor parallelism).
-With a model axis of 1, the default, every device has the whole model.
+The devices of all processes form a mesh of two axes. Along `population`, devices hold different individuals or prompts and do
+not communicate. Along `model`, devices share one copy of the weights (tensor parallelism). With a model axis of 1, the default,
+each device has the whole model.
 
     mesh = make_mesh(model_axis=2)
-    model = put_model(model, mesh)  # or at once: load(name, mesh=mesh)
+    model = put_model(model, mesh)  # or in one step: load(name, mesh=mesh)
     scores = jax.jit(over_population(score, mesh, in_specs, out_specs))(model, ...)
     values = to_host(scores)
 
-Within `over_population` the population axis is manual and the model axis automatic: the partitioner sees how the weights are
-split, and adds up what the devices of a model have. So every function of the model, and its gradient, is right with any mesh.
-Attention alone is called on the heads of a device, by `over_heads`: cuDNN's kernel knows nothing of meshes.
+Inside `over_population` the population axis is manual and the model axis automatic: the partitioner sees how the weights are
+split and inserts the reductions. Every function of the model, and its gradient, is therefore correct on any mesh. Only
+attention is mapped by hand over the heads of a device, in `over_heads`: cuDNN's kernel does not support meshes.
 
-Which weights the model axis splits is said beside the model, in `lpes_jax.models.llama.sharding`.
+`lpes_jax.models.llama.sharding` says which weights the model axis splits.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,9 +34,9 @@ EVERYWHERE, BY_POPULATION = PartitionSpec(), PartitionSpec("population")
 
 
 def make_mesh(model_axis: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
-    """`devices` (None: all, also those of other processes), `model_axis` of them for a copy of the model.
+    """A mesh of `devices` (None: all, including those of other processes), with `model_axis` devices per copy of the model.
 
-    Raises UserError where that does not divide them.
+    Raises UserError if `model_axis` does not divide the number of devices.
     """
     devices = jax.devices() if devices is None else devices
     if model_axis < 1 or len(devices) % model_axis:
@@ -48,22 +48,22 @@ def make_mesh(model_axis: int = 1, devices: Sequence[Any] | None = None) -> Mesh
 
 
 def mesh_of(model: nnx.Module) -> Mesh | None:
-    """The mesh that a model's weights stand on. None where it is none of ours, and within transformations."""
+    """The mesh of a model's weights. None if it is not one of ours, and inside transformations."""
     sharding = getattr(jax.tree.leaves(model)[0], "sharding", None)
     mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None  # a tracer's is an abstract one
     return mesh if isinstance(mesh, Mesh) and mesh.axis_names == ("population", "model") else None
 
 
 def over_population(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """`function` on the part of its inputs that each place of the population axis has; see above. For use within `jax.jit`."""
+    """Map `function` over the shards of the population axis (see above). For use inside `jax.jit`."""
     manual = {"population"} if mesh.shape["model"] > 1 else set(mesh.axis_names)
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=manual, check_vma=False)
 
 
 def over_heads(function: Callable[..., Any], by_heads: Sequence[jax.Array], others: Sequence[Any] = ()) -> jax.Array:
-    """`function(*by_heads, *others)`, each device with its own heads: the third axis of `by_heads` and of the result.
+    """`function(*by_heads, *others)`, on each device with its own heads: the third axis of `by_heads` and of the result.
 
-    All that the context's mesh has left to the partitioner becomes manual. Where that is nothing, a plain call.
+    Makes all automatic axes of the context's mesh manual. Without automatic axes this is a plain call.
     """
     mesh = jax.sharding.get_abstract_mesh()
     free = set(mesh.axis_names) - set(mesh.manual_axes)
@@ -75,7 +75,7 @@ def over_heads(function: Callable[..., Any], by_heads: Sequence[jax.Array], othe
 
 
 def on_one_device(model: Any) -> Any:
-    """The model on a device of this process, where each device of its mesh has all of it; else as it is."""
+    """The model on one device of this process if every device holds all of it; otherwise the model unchanged."""
     mesh = mesh_of(model)
     if mesh is None or mesh.shape["model"] > 1:
         return model
@@ -83,7 +83,7 @@ def on_one_device(model: Any) -> Any:
 
 
 def put(tree: Tree, sharding: NamedSharding) -> Tree:
-    """Values that every process has, on the devices of a sharding, which may be those of other processes."""
+    """Put values that every process has on the devices of a sharding, which may belong to other processes."""
     if sharding.is_fully_addressable:
         return jax.device_put(tree, sharding)
 
@@ -97,17 +97,17 @@ def put(tree: Tree, sharding: NamedSharding) -> Tree:
 
 
 def to_host(tree: Any) -> Any:
-    """NumPy copies of arrays that may be spread over several processes. All processes call it, in the same order."""
+    """NumPy copies of arrays that may span several processes. All processes must call it in the same order."""
     leaves, structure = jax.tree.flatten(tree)
     spread = [
-        at
-        for at, leaf in enumerate(leaves)
+        index
+        for index, leaf in enumerate(leaves)
         if isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated)
     ]
     if spread:
-        gathered = _gather(leaves[spread[0]].sharding.mesh)([leaves[at] for at in spread])
-        for at, leaf in zip(spread, gathered, strict=True):
-            leaves[at] = leaf
+        gathered = _gather(leaves[spread[0]].sharding.mesh)([leaves[index] for index in spread])
+        for index, leaf in zip(spread, gathered, strict=True):
+            leaves[index] = leaf
     return jax.tree.unflatten(structure, [np.asarray(leaf) for leaf in leaves])
 
 
@@ -117,13 +117,13 @@ def _gather(mesh: Mesh) -> Callable[[list[jax.Array]], list[jax.Array]]:
 
 
 def least(value: int) -> int:
-    """The least of the values that the processes give: what they must agree on. All call it, in the same order."""
+    """The minimum of the processes' values, in all of them. All processes must call it in the same order."""
     if jax.process_count() == 1:
         return value
-    halves = multihost_utils.process_allgather(np.array([value], np.int64).view(np.uint32))  # JAX cuts an int64 to 32 bits
+    halves = multihost_utils.process_allgather(np.array([value], np.int64).view(np.uint32))  # JAX truncates int64 to 32 bits
     return int(np.ascontiguousarray(halves).view(np.int64).min())
 
 
 def divisors(number: int) -> str:
-    """All of them, for a message."""
+    """All divisors of a number, as text for a message."""
     return ", ".join(str(divisor) for divisor in range(1, number + 1) if number % divisor == 0)

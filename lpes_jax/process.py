@@ -1,17 +1,18 @@
-"""This process, where it is a command of ours (`python -m lpes_jax.VERB`, `lpes VERB`): its streams, environment and signals.
+"""The process of a command (`python -m lpes_jax.VERB`, `lpes VERB`): its streams, environment and signals.
 
-`lpes_jax/__init__.py` imports this module first, before JAX, and the command takes its process over:
+`lpes_jax/__init__.py` imports this module first, before JAX. In a command it takes over the process:
 
-- Standard output and standard error outlive whoever reads them: a closed pipe, a full disk or a character that the encoding
-  lacks (written as `+/-` or `\\xb1`) never end a command.
-- Settings of JAX in the environment that change what programs compute, or make errors of warnings, are taken out and named on
-  stderr. Settings that say where and how to run stay. What cannot work (no working directory, a value that JAX refuses, a
-  platform without a device) is one line and exit code 2.
-- SIGINT and SIGTERM end the process from a thread of their own, at any moment, with exit code 128 + the signal's number and
-  one line. Nothing is raised in the main thread: an exception that arrives while Python imports or XLA compiles is lost, or
-  crashes. What has to happen before the end is registered with `graceful`, `saying`, `cleaning` and `unbroken`.
+- Standard output and standard error survive their readers: a closed pipe, a full disk or a character that the encoding lacks
+  (written as `+/-` or `\\xb1`) never ends a command.
+- Environment variables of JAX that change what programs compute, or turn warnings into errors, are removed and named on stderr.
+  Variables that say where and how to run stay. An environment that cannot work (no working directory, a value that JAX refuses,
+  a platform without a device) is reported in one line with exit code 2.
+- A thread of its own handles SIGINT and SIGTERM: it ends the process at any moment, with exit code 128 + the signal's number
+and
+  one line. Nothing is raised in the main thread, because an exception that arrives while Python imports or XLA compiles is
+  lost, or crashes. Work that must be done before the end is registered with `graceful`, `saying`, `cleaning` and `unbroken`.
 
-A program that imports lpes_jax keeps its own streams, environment and signal handlers, and has a KeyboardInterrupt raised.
+A program that imports lpes_jax keeps its own streams, environment and signal handlers, and gets a KeyboardInterrupt.
 """
 
 import atexit
@@ -32,9 +33,9 @@ from typing import Any, NoReturn
 
 from lpes_jax.errors import Interrupted, UserError
 
-PLAIN = "lpes_jax.plain"  # the error handler of encodings: what is missing becomes ASCII
+PLAIN = "lpes_jax.plain"  # the error handler of encodings: missing characters become ASCII
 _SPELLED = {"±": "+/-", "…": "...", "–": "-", "—": "-", "‘": "'", "’": "'", "“": '"', "”": '"', "×": "x"}
-# Of JAX's settings, those that change results or make an error of what is none. All others stand.
+# JAX's settings that change results or raise errors where there are none. All others are kept.
 _SET_ASIDE = re.compile(
     "JAX_(ENABLE_X64|EXPLICIT_X64_DTYPES|DEFAULT_DTYPE_BITS|NUMPY_(RANK|DTYPE)_PROMOTION|DEBUG_(NANS|INFS|KEY_REUSE)|DISABLE_JIT"
     "|DEFAULT_PRNG_IMPL|ENABLE_CUSTOM_PRNG|LEGACY_PRNG_KEY|THREEFRY_PARTITIONABLE|RANDOM_SEED_OFFSET|DEFAULT_DEVICE"
@@ -43,25 +44,25 @@ _SET_ASIDE = re.compile(
     "|DISALLOW_MESH_CONTEXT_MANAGER|RAISE_PERSISTENT_CACHE_ERRORS)"
 )
 
-_HARMLESS = ("", "0", "false", "no", "off", "n", "f", "allow", "standard")  # values that are their defaults anyway
+_HARMLESS = ("", "0", "false", "no", "off", "n", "f", "allow", "standard")  # values that equal the defaults
 
 _owned = _ending = False
-_busy = threading.RLock()  # the end waits for it, and keeps it
+_busy = threading.RLock()  # the end of the process waits for this lock, and keeps it
 _takers: list[Callable[[int], None]] = []
 _lines: list[Callable[[], str]] = [lambda: "interrupted"]
 _cleanups: list[Callable[[], object]] = []
 
 
 def is_ours() -> bool:
-    """Is this process a command of ours, whose streams, environment and signals were taken over?"""
+    """Whether this process is a command of ours, whose streams, environment and signals were taken over."""
     return _owned
 
 
 def take_over() -> None:
-    """Make this process a command's, for good. Where the environment cannot work it ends, with one line and exit code 2."""
+    """Make this process a command's, permanently. If the environment cannot work, exit with one line and code 2."""
     global _owned
     _owned = True
-    for descriptor in (0, 1, 2):  # one that is closed would be given to the next file that is opened
+    for descriptor in (0, 1, 2):  # otherwise the next file that is opened would get the number of a closed one
         try:
             os.fstat(descriptor)
         except OSError:
@@ -71,8 +72,8 @@ def take_over() -> None:
     signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     threading.Thread(target=_watch, args=(reader, writer), daemon=True).start()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: None)  # the thread sees it, at once and not between two bytecodes
-    sys.stdout, sys.stderr = _outliving(sys.stdout, 1), _outliving(sys.stderr, 2)
+        signal.signal(number, lambda number, frame: None)  # the thread handles it, at once and not between two bytecodes
+    sys.stdout, sys.stderr = _surviving(sys.stdout, 1), _surviving(sys.stderr, 2)
     try:
         _check_environment()
     except UserError as error:
@@ -90,7 +91,7 @@ def import_jax() -> None:
 
 
 def check_devices() -> None:
-    """Have JAX look for its devices. Raises UserError where it finds none of those that the environment asks for."""
+    """Make JAX look for its devices. Raises UserError if it finds none of those that the environment asks for."""
     import jax
 
     try:
@@ -104,29 +105,29 @@ def check_devices() -> None:
 
 
 def plain(text: str, encoding: str | None) -> str:
-    """The text as `encoding` can have it: `+/-` for a `±` that it lacks, a backslash and digits for other characters."""
+    """The text in the characters of `encoding`: `+/-` in place of a missing `±`, backslash escapes for other characters."""
     return text.encode(encoding or "utf-8", PLAIN).decode(encoding or "utf-8")
 
 
 def one_line(text: str) -> str:
-    """The text as one line, with the middle of very long words left out."""
+    """The text as one line; very long words are shortened."""
     return re.sub(r"\S{400,}", lambda word: f"{word[0][:160]}...{word[0][-80:]}", " ".join(text.split()))
 
 
 @contextlib.contextmanager
 def graceful(take: Callable[[int], None]) -> Iterator[None]:
-    """In a command: the first signal in here is given to `take` (in another thread); the next one ends the process."""
+    """In a command: pass the first signal in here to `take` (in another thread); the next signal ends the process."""
     _takers.append(take)
     try:
         yield
     finally:
-        with contextlib.suppress(ValueError):  # it was called
+        with contextlib.suppress(ValueError):  # it was called already
             _takers.remove(take)
 
 
 @contextlib.contextmanager
 def saying(line: Callable[[], str]) -> Iterator[None]:
-    """A SIGINT or SIGTERM in here says this line: how to go on. One that is raised is raised as `Interrupted` with it."""
+    """On SIGINT or SIGTERM in here, print this line, which says how to continue; an `Interrupted` gets it as its message."""
     _lines.append(line)
     try:
         yield
@@ -138,7 +139,7 @@ def saying(line: Callable[[], str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def cleaning(clean: Callable[[], object]) -> Iterator[None]:
-    """In a command: what a signal in here has to remove or stop before the process ends. Other exits do not call it."""
+    """In a command: a signal in here calls `clean` before the process ends. Other exits do not call it."""
     _cleanups.append(clean)
     try:
         yield
@@ -148,26 +149,26 @@ def cleaning(clean: Callable[[], object]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unbroken() -> Iterator[None]:
-    """In a command: a signal in here waits until this is done. `is_ending` tells whether one does."""
+    """In a command: delay a signal in here until the block is done. `is_ending` tells whether one is waiting."""
     with _busy:
         yield
 
 
 def is_ending() -> bool:
-    """Has a signal come that ends this process?"""
+    """Whether a signal has come that ends this process."""
     return _ending
 
 
 def settle() -> None:
-    """Where a signal is about to end this process, wait for that: its exit code is the one that counts."""
+    """If a signal is about to end this process, wait for it, because its exit code is the one that counts."""
     while _ending:
         time.sleep(1)
 
 
 def ended(code: int) -> int:
-    """What is given to `sys.exit`: the exit code. A command ends here and now with that code.
+    """Return the exit code for `sys.exit`; a command instead exits here with that code.
 
-    Python's own end takes a second, in which a signal is lost, and crashes where XLA still compiles in a thread.
+    Python's own shutdown takes a second, in which a signal is lost, and crashes if XLA still compiles in a thread.
     """
     if _owned:
         settle()
@@ -180,7 +181,7 @@ def ended(code: int) -> int:
 
 
 def leave(code: int, line: str) -> NoReturn:
-    """Write a line on stderr and end this process, whatever its other threads are doing."""
+    """Write a line on stderr and end this process, even if its other threads are busy."""
     with contextlib.suppress(OSError):
         os.write(2, f"{line}\n".encode(errors="backslashreplace"))
     os._exit(code)
@@ -190,13 +191,13 @@ _farewell: Callable[[int, str], object] = leave
 
 
 def set_farewell(farewell: Callable[[int, str], object] = leave) -> None:
-    """How a signal ends this process: `farewell` gets the exit code and the line, and does not return."""
+    """Set how a signal ends this process: `farewell` gets the exit code and the line, and does not return."""
     global _farewell
     _farewell = farewell
 
 
 def _watch(reader: socket.socket, writer: socket.socket) -> None:
-    """Read the numbers of signals as they come. The writer's end is kept from being collected."""
+    """Read the numbers of signals as they arrive. The reference to `writer` keeps it alive."""
     while numbers := reader.recv(64):
         for number in numbers:
             if number in (signal.SIGINT, signal.SIGTERM):
@@ -209,7 +210,7 @@ def _watch(reader: socket.socket, writer: socket.socket) -> None:
 def _end(number: int) -> None:
     global _ending
     _ending = True
-    _busy.acquire(timeout=20)  # for good: the main thread goes on meanwhile, and must not begin to write
+    _busy.acquire(timeout=20)  # never released: the main thread continues meanwhile, and must not start to write
     for clean in reversed(_cleanups[:]):
         with contextlib.suppress(Exception):
             clean()
@@ -217,7 +218,7 @@ def _end(number: int) -> None:
 
 
 def _check_environment() -> None:
-    """Set JAX's settings aside that are not for us. Raises UserError where there is no working directory."""
+    """Remove settings of JAX that commands must not use. Raises UserError if there is no working directory."""
     try:
         os.getcwd()
     except OSError as error:
@@ -226,11 +227,11 @@ def _check_environment() -> None:
         ) from error
     aside = {name: os.environ.pop(name) for name in sorted(os.environ) if _SET_ASIDE.fullmatch(name)}
     if told := [f"{name}={value}" for name, value in aside.items() if value.lower() not in _HARMLESS]:
-        print(f"note: {', '.join(told)} in the environment is not for this command, which sets what it needs", file=sys.stderr)
+        print(f"note: {', '.join(told)} in the environment is ignored; this command sets what it needs", file=sys.stderr)
 
 
-class _Outliving(io.RawIOBase):
-    """A descriptor that can always be written to: what cannot be written any more is dropped."""
+class _Surviving(io.RawIOBase):
+    """A descriptor that can always be written to; output that can no longer be written is dropped."""
 
     def __init__(self, descriptor: int):
         self._descriptor = descriptor
@@ -245,11 +246,11 @@ class _Outliving(io.RawIOBase):
         return True
 
     def write(self, data: Any, /) -> int:
-        if _ending:  # the last line is the signal's
+        if _ending:  # the signal's line is the last one
             return len(data)
         try:
             return os.write(self._descriptor, data)
-        except BlockingIOError:  # who started us made it non-blocking
+        except BlockingIOError:  # the parent process made it non-blocking
             select.select([], [self._descriptor], [])
             return 0
         except OSError as error:
@@ -259,9 +260,9 @@ class _Outliving(io.RawIOBase):
             return len(data)
 
 
-def _outliving(stream: Any, descriptor: int) -> io.TextIOWrapper:
-    """The stream anew, so that nothing that is written to it is an error."""
-    raw = _Outliving(descriptor)
+def _surviving(stream: Any, descriptor: int) -> io.TextIOWrapper:
+    """A new stream over the descriptor, on which no write is an error."""
+    raw = _Surviving(descriptor)
     if stream is not None:
         stream.flush()
     by_line = descriptor == 2 or raw.isatty() or getattr(stream, "write_through", False)
@@ -273,11 +274,11 @@ def _spell(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
     missing = error.object[error.start : error.end]
-    return "".join(_SPELLED.get(it) or it.encode("ascii", "backslashreplace").decode() for it in missing), error.end
+    return "".join(_SPELLED.get(char) or char.encode("ascii", "backslashreplace").decode() for char in missing), error.end
 
 
 def _is_command() -> bool:
-    """Was Python started as `python -m lpes_jax.VERB` (runpy puts its -m there while it imports packages) or as `lpes`?"""
+    """Whether Python was started as `python -m lpes_jax.VERB` (runpy sets argv[0] to -m during imports) or as `lpes`."""
     if sys.argv[:1] == ["-m"]:
         return any(re.fullmatch(r"(-\w*m)?lpes_jax(\.\w+)*", word) for word in sys.orig_argv)
     return os.path.basename("".join(sys.argv[:1])) in ("lpes", "lpes.exe", "lpes-script.py")

@@ -1,4 +1,4 @@
-"""Outcomes as JSON, and back: what a comparison that was cut off goes on with."""
+"""Outcomes as JSON, and back. An interrupted comparison continues from these."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,11 +7,11 @@ import numpy as np
 
 from lpes_jax.evaluation import Candidate, Outcome
 
-_PLAIN = ("compilations", "prompt_tokens", "counts", "outputs", "output_tokens")  # of an Outcome: JSON as they are
+_PLAIN = ("compilations", "prompt_tokens", "counts", "outputs", "output_tokens")  # fields of an Outcome that are JSON already
 
 
 def record_of(outcome: Outcome) -> dict[str, Any]:
-    """All of an outcome but its candidate and its prompts, as JSON has it."""
+    """An outcome as a JSON object, without its candidate and its prompts."""
     likelihood, begun = outcome.log_likelihood, outcome.prefix_of_outputs
     return {
         "scores": {metric: values.tolist() for metric, values in outcome.scores.items()},
@@ -22,9 +22,10 @@ def record_of(outcome: Outcome) -> dict[str, Any]:
 
 
 def outcome_of(record: Mapping[str, Any]) -> Outcome:
-    """The outcome of a record; `evaluate` gives it its candidate and prompts.
+    """The outcome of a record. `evaluate` adds its candidate and prompts.
 
-    Raises KeyError, TypeError or ValueError, as it comes, for a record that is none.
+    Raises:
+        KeyError, TypeError, ValueError: The record is damaged.
     """
     likelihood, begun = record["log_likelihood"], record["prefix_of_outputs"]
     scores = {metric: np.array(values, np.float64) for metric, values in record["scores"].items()}
@@ -35,11 +36,11 @@ def outcome_of(record: Mapping[str, Any]) -> Outcome:
     if not scores or any(values.shape != found[0].shape or values.ndim != 2 for values in found):
         raise ValueError("scores of different shapes")
     if any(len(values) != found[0].size for values in (outputs, tokens, prompt_tokens) if values is not None):
-        raise ValueError("not as many outputs as scores")
+        raise ValueError("the numbers of outputs and scores differ")
     if not all(isinstance(output, str) for output in outputs or ()):
-        raise TypeError("outputs that are no texts")
+        raise TypeError("outputs that are not texts")
     if not all(isinstance(count, int) for count in [record["compilations"], *record["counts"].values()]):
-        raise TypeError("counts that are no numbers")
+        raise TypeError("counts that are not numbers")
     return Outcome(
         Candidate(""),
         [],

@@ -2,20 +2,20 @@
 
     f'(x, i) = f(x, i / s)                                              (paper, Eq. 2)
 
-Dividing every position of a layer by its factor s is dividing that layer's inverse frequencies by s. So LPES, position
-interpolation and finer factors are all tables: row l holds the inverse frequencies of layer l, once (G = 1) or once for
-each KV group (G = K). Nothing about positions is baked into a model or cached.
+Dividing all positions of a layer by its factor s is the same as dividing the layer's inverse frequencies by s. LPES, position
+interpolation and finer factors are therefore all tables: row l holds the inverse frequencies of layer l, either once (G = 1) or
+once per KV group (G = K). No position information is baked into a model or cached.
 
-A table has a second column, the gains: a gain multiplies its frequency's part of q . k. It is applied to the queries alone, by
-multiplying their cos and sin in the table's precision, so a gain of 1 changes no bit and cached keys never change. Dims that
-are not rotated (partial rotary) have no gain, and neither have layers without RoPE (NoPE): those are named by `rotates`, and
-not by frequencies of 0, which stand for positions that do not turn.
+A table has a second column, the gains. A gain multiplies its frequency's part of q . k. It is applied to the queries only:
+their cos and sin are multiplied by it in the table's precision. A gain of 1 changes no bit, and cached keys never change.
+Dimensions that are not rotated (partial rotary) have no gain. Layers without RoPE (NoPE) have none either; `rotates` marks
+them, because a frequency of 0 means that the position does not turn, not that the layer has no RoPE.
 
-The checkpoint's own RoPE may be of any kind in `ROPE_TYPES`; factors divide the frequencies that the kind gives, and what the
-kind multiplies cos and sin by stays. Two kinds depend on the length of the text: `dynamic` raises the base beyond the trained
-window, `longrope` has one list of divisors up to it and one beyond. The policy is one table per call, chosen from the longest
-prompt plus its answer budget in the call, so that cached decoding equals full recomputation; at lengths up to the trained
-window the base is exactly theta.
+The checkpoint's own RoPE may be of any type in `ROPE_TYPES`. Factors divide the frequencies of that type; its scaling of cos
+and sin is kept. Two types depend on the length of the text: `dynamic` raises the base beyond the trained window, and `longrope`
+has one list of divisors up to the trained window and one beyond. Each call uses one table, chosen by the longest prompt of the
+call plus its answer budget. Cached decoding therefore equals full recomputation. Up to the trained window the base is exactly
+theta.
 
 Letters: L layers, K key-value heads (KV groups), G = 1 or K, D head dim, R rotated part of it, T tokens, B batch.
 """
@@ -34,10 +34,10 @@ from jaxtyping import Array, Bool, Float, Int
 from lpes_jax.choices import GRANULARITIES, Granularity
 from lpes_jax.errors import ArrayError, UserError
 
-_LEFT_OUT: Any = None  # of a table: filled in when it is made
-_AXES = {"layer": 1, "layer_band": 2, "layer_group": 2, "layer_group_band": 3}  # of the factors of one individual
+_LEFT_OUT: Any = None  # a field of RopeTable that __post_init__ fills in
+_AXES = {"layer": 1, "layer_band": 2, "layer_group": 2, "layer_group_band": 3}  # of one individual's factors
 
-# Each kind and its own keys; transformers' `modeling_rope_utils.py` is the reference of all.
+# Each type and its own keys; transformers' `modeling_rope_utils.py` is the reference for all of them.
 _KEYS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -46,19 +46,19 @@ _KEYS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
     "longrope": ("factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"),
 }
-# Keys that are read and not kept: two are another way to give yarn's attention factor, one says how a model was trained.
+# Keys that are read but not kept: two specify yarn's attention factor in another way, one says how a model was trained.
 _READ_KEYS = {"yarn": ("mscale", "mscale_all_dim", "finetuned")}
 _COMMON_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 ROPE_TYPES = tuple(_KEYS)
-_MOST = 1e15  # no number of a RoPE is near it; what a damaged config may say must not overflow
+_MOST = 1e15  # far above any RoPE parameter; values of a damaged config must not overflow
 
 
 @dataclass(frozen=True)
 class RopeParameters:
-    """The RoPE of a checkpoint, as Hugging Face names its parts (`rope_parameters` in transformers v5).
+    """The RoPE of a checkpoint; fields are named as in Hugging Face's `rope_parameters` (transformers v5).
 
-    What follows from other keys there is worked out here: `attention_factor` is the number that cos and sin are multiplied by,
-    and `original_max_position_embeddings` the trained window, in positions, of the kinds that look at it (`dynamic` too).
+    Derived values are computed here. `attention_factor` is the multiplier of cos and sin. `original_max_position_embeddings` is
+    the trained window in positions, for the types that use it (including `dynamic`).
     """
 
     rope_theta: float
@@ -81,26 +81,31 @@ class RopeParameters:
 
     @classmethod
     def from_hf(cls, config: dict, where: str = "config.json") -> "RopeParameters":
-        """From a v5 (`rope_parameters`) or v4 (`rope_theta`, `rope_scaling` with `type` or `rope_type`) config.
+        """Read a v5 config (`rope_parameters`) or a v4 config (`rope_theta`, `rope_scaling` with `type` or `rope_type`).
 
-        Raises UserError for a RoPE type or a key that is not implemented, for keys that contradict each other, and where no
-        theta is given: a silent 10000 is how Qwen and Llama 3 models get broken.
+        Args:
+            config: The contents of config.json.
+            where: Its name in error messages.
+
+        Raises:
+            UserError: The RoPE type or a key is not implemented, keys contradict each other, or theta is missing. There is no
+                default theta: a silent 10000 breaks Qwen and Llama 3 models.
         """
         newer, older = (_keys_of(config, name, where) for name in ("rope_parameters", "rope_scaling"))
-        given = older or newer  # where both stand, transformers goes by the older name
+        given = older or newer  # if both are present, transformers uses the older name
         kind = _agreed(f"{where}: the RoPE type", given.get("rope_type"), given.get("type"), default="default")
         kind = "longrope" if kind == "su" else kind  # its first name, in early Phi-3 files
         if kind not in ROPE_TYPES:
             raise UserError(f"{where}: RoPE type {kind!r:.60} is not supported; supported: {', '.join(ROPE_TYPES)}")
         if older and newer.get("rope_type", "default") not in ("default", kind):
-            raise UserError(f"{where}: rope_scaling and rope_parameters are of two types; delete the one that is not meant")
+            raise UserError(f"{where}: rope_scaling and rope_parameters have different types; delete the wrong one")
         if unknown := sorted(given.keys() - {*_COMMON_KEYS, *_KEYS[kind], *_READ_KEYS.get(kind, ())}):
             takes = ", ".join(("rope_theta", "partial_rotary_factor", *_KEYS[kind]))
             raise UserError(f"{where}: {', '.join(unknown)} of RoPE type {kind!r} is not supported; it takes: {takes}")
         theta = _agreed(f"{where}: rope_theta", given.get("rope_theta"), config.get("rope_theta"), newer.get("rope_theta"))
         if theta is None:
             raise UserError(
-                f"{where}: no rope_theta, neither at the top nor in rope_parameters; add the one the model was trained with"
+                f"{where}: no rope_theta at the top level or in rope_parameters; add the one the model was trained with"
             )
 
         def number(name: str, value: Any) -> float:
@@ -158,33 +163,33 @@ class RopeParameters:
         return cls(rope_theta=float(theta), rope_type=kind, **values)
 
     def to_hf(self) -> dict:
-        """The v5 `rope_parameters` entry. (`dynamic` takes its window from the config's `max_position_embeddings`.)"""
+        """The v5 `rope_parameters` entry. (`dynamic` reads its window from the config's `max_position_embeddings`.)"""
         values = {key: getattr(self, key) for key in _KEYS[self.rope_type]}
         values = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
         partial = {} if self.partial_rotary_factor == 1 else {"partial_rotary_factor": self.partial_rotary_factor}
         return {"rope_type": self.rope_type, "rope_theta": self.rope_theta, **partial, **values}
 
     def rotary_dim(self, head_dim: int) -> int:
-        """R: how many of the `head_dim` elements of a head are rotated, the first ones."""
+        """R: the number of rotated elements of a head, which are its first ones."""
         return int(head_dim * self.partial_rotary_factor)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RopeTable:
-    """What the model needs to rotate: `inv_freq` in radians per position, and what cos and sin are multiplied by.
+    """What the model needs to rotate: `inv_freq` in radians per position, and the multipliers of cos and sin.
 
-    `gains` multiply each frequency's part of q . k (left out: 1); their G is their own. `rotates`: which layers have RoPE (left
-    out: all). The others have frequencies of 0, gains of 1 and no attention scaling.
+    `gains` multiply each frequency's part of q . k (default: 1); their G is independent of that of `inv_freq`. `rotates` marks
+    the layers that have RoPE (default: all). The other layers have frequencies of 0, gains of 1 and no attention scaling.
     """
 
     inv_freq: Float[Array, "*population L G half"]
     attention_scaling: Float[Array, "*tables"]
-    gains: Float[Array, "*of_gains L H half"] = _LEFT_OUT
-    rotates: Bool[Array, "*of_layers L"] = _LEFT_OUT
+    gains: Float[Array, "*gain_tables L H half"] = _LEFT_OUT
+    rotates: Bool[Array, "*masks L"] = _LEFT_OUT
 
     def __post_init__(self) -> None:
-        if isinstance(self.inv_freq, Array | np.ndarray):  # JAX rebuilds pytrees with other things in their place
+        if isinstance(self.inv_freq, Array | np.ndarray):  # JAX rebuilds pytrees with other objects as leaves
             if self.gains is None:
                 object.__setattr__(self, "gains", jnp.ones_like(self.inv_freq))
             if self.rotates is None:
@@ -192,7 +197,7 @@ class RopeTable:
 
     @property
     def layer_scaling(self) -> Float[Array, "*tables L"]:
-        """What cos and sin of each layer are multiplied by: `attention_scaling`, or 1 in a layer without RoPE."""
+        """The multiplier of each layer's cos and sin: `attention_scaling`, or 1 in a layer without RoPE."""
         scaling = jnp.asarray(self.attention_scaling)[..., None]
         return jnp.where(self.rotates, scaling, jnp.ones_like(scaling))
 
@@ -201,19 +206,22 @@ class RopeTable:
         return replace(self, inv_freq=scale_layers(self.inv_freq, factors, granularity))
 
     def multiplied(self, multipliers: Float[Array, "..."], granularity: Granularity = "layer") -> "RopeTable":
-        """The table with its frequencies times multipliers; 0 lets a frequency stand still."""
+        """The table with its frequencies times multipliers; a multiplier of 0 stops the rotation of a frequency."""
         return replace(self, inv_freq=self.inv_freq * expand(multipliers, self.inv_freq.shape[-1], granularity))
 
     def with_gains(self, gains: Float[Array, "..."], granularity: Granularity = "layer") -> "RopeTable":
-        """The table with other gains, of any granularity that factors have; layers without RoPE keep 1."""
+        """The table with other gains, of any granularity; layers without RoPE keep 1."""
         wide = expand(gains, self.inv_freq.shape[-1], granularity)
         return replace(self, gains=jnp.where(self.rotates[..., None, None], wide, jnp.ones_like(wide)))
 
 
 def inverse_frequencies(rope: RopeParameters, head_dim: int, length: int = 0) -> Float[Array, "half"]:
-    """theta^(-2i/R) for i < R/2, changed as the RoPE type says; float32, in radians per position.
+    """theta^(-2i/R) for i < R/2, modified by the RoPE type; float32, in radians per position.
 
-    `length` is that of the longest text of the call, in tokens; it matters to `dynamic` and `longrope` alone (see above).
+    Args:
+        rope: The checkpoint's RoPE.
+        head_dim: D.
+        length: Tokens of the longest text of the call; used by `dynamic` and `longrope` only.
     """
     # In NumPy: XLA's power differs in the last bits between eager and compiled programs.
     dim, theta, original = rope.rotary_dim(head_dim), rope.rope_theta, rope.original_max_position_embeddings
@@ -226,7 +234,7 @@ def inverse_frequencies(rope: RopeParameters, head_dim: int, length: int = 0) ->
     if rope.rope_type == "yarn":
         inv_freq = _yarn(rope, inv_freq)
     elif rope.rope_type == "llama3":
-        # As many turns in the trained window as high_freq_factor or more: kept; low_freq_factor or fewer: divided.
+        # Kept: frequencies with at least high_freq_factor turns in the trained window. Divided: at most low_freq_factor turns.
         turns = original * inv_freq / (2 * math.pi)
         kept = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0, 1)
         inv_freq = inv_freq * kept + inv_freq / rope.factor * (1 - kept)
@@ -236,7 +244,7 @@ def inverse_frequencies(rope: RopeParameters, head_dim: int, length: int = 0) ->
 
 
 def is_traced(value: Any) -> bool:
-    """Is this a value of a program that is being compiled (`jax.jit`, `jax.grad`), which has a shape and no numbers yet?"""
+    """Whether the value is a tracer of `jax.jit` or `jax.grad`, which has a shape but no numbers yet."""
     return isinstance(value, Tracer)
 
 
@@ -245,10 +253,17 @@ def scale_layers(
 ) -> Float[Array, "*population L G half"]:
     """Inverse frequencies of every layer: `inv_freq` divided by the layer's factor (paper, Eq. 2 and 5).
 
-    `inv_freq` is `[R/2]` or a table's `[L, 1, R/2]`. `factors` is `[L]` (`layer`), `[L, bands]` (`layer_band`: the R/2
-    frequencies of a layer in equal bands, highest first), `[L, K]` (`layer_group`) or `[L, K, bands]` (`layer_group_band`),
-    with any leading population axes. Differentiable in `factors`, jit- and vmap-able. Raises ArrayError (a UserError) where the
-    bands do not divide R/2, or the layers of the factors are not the table's: one factor does not stand for all of them.
+    Differentiable in `factors`; works under jit and vmap.
+
+    Args:
+        inv_freq: `[R/2]`, or a table's `[L, 1, R/2]`.
+        factors: `[L]` (`layer`), `[L, bands]` (`layer_band`: equal bands of a layer's R/2 frequencies, highest first), `[L, K]`
+            (`layer_group`) or `[L, K, bands]` (`layer_group_band`), with any leading population axes.
+        granularity: What has a factor of its own.
+
+    Raises:
+        ArrayError: The bands do not divide R/2, or the factors and the table have different numbers of layers (a single factor
+            is not broadcast to all layers).
     """
     axes = _axes(factors, granularity, "factors")
     layers = factors.shape[-axes]
@@ -258,7 +273,7 @@ def scale_layers(
 
 
 def _axes(values: Float[Array, "..."], granularity: Granularity, what: str) -> int:
-    """The axes of one individual's values. Raises ArrayError for values that lack them."""
+    """The number of axes of one individual's values. Raises ArrayError for values with fewer axes."""
     axes = _AXES.get(granularity, 0)
     if not axes:
         raise ArrayError(f"granularity {granularity!r} is not one of {', '.join(GRANULARITIES)}")
@@ -268,7 +283,7 @@ def _axes(values: Float[Array, "..."], granularity: Granularity, what: str) -> i
 
 
 def expand(values: Float[Array, "..."], half: int, granularity: Granularity = "layer") -> Float[Array, "*population L G half"]:
-    """Factors or gains of a granularity (see `scale_layers`) as one value for each of the `half` frequencies of a head."""
+    """Expand factors or gains of a granularity (see `scale_layers`) to one value per frequency; a head has `half` of them."""
     _axes(values, granularity, "values")
     if granularity == "layer":
         values = values[..., :, None, None]
@@ -293,10 +308,21 @@ def rope_table(
     gains: Float[Array, "..."] | None = None,
     gains_granularity: Granularity = "layer",
 ) -> RopeTable:
-    """The table of a model, with `factors` (see `scale_layers`) or, without any, the checkpoint's own in each layer.
+    """The table of a model. For a loaded model, `model.config.rope_table` fills in the arguments.
 
-    `gains` are of the same shapes; without any they are 1. `length` as in `inverse_frequencies`; `nope_layers` are not
-    rotated. Of a loaded model: `model.config.rope_table`.
+    Args:
+        rope: The checkpoint's RoPE.
+        head_dim: D.
+        num_layers: L.
+        factors: See `scale_layers`; None keeps the checkpoint's frequencies in each layer.
+        granularity: Granularity of the factors.
+        length: See `inverse_frequencies`.
+        nope_layers: Layers that are not rotated.
+        gains: Of the same shapes as factors; None means 1.
+        gains_granularity: Granularity of the gains.
+
+    Raises:
+        ArrayError: As `scale_layers`.
     """
     inv_freq = inverse_frequencies(rope, head_dim, length)
     rotates = np.ones(num_layers, bool)
@@ -313,21 +339,21 @@ def cos_sin(
 ) -> tuple[Float[Array, "*batch T G half"], Float[Array, "*batch T G half"]]:
     """cos and sin of position x inverse frequency for one layer. Angles are float32 (float64 for a float64 table).
 
-    `attention_scaling` is the layer's own (`RopeTable.layer_scaling`). Of queries, multiply both by the layer's gains.
+    `attention_scaling` is the layer's own (`RopeTable.layer_scaling`). For queries, multiply both results by the layer's gains.
     """
     angles = positions[..., None, None].astype(inv_freq.dtype) * inv_freq
     return jnp.cos(angles) * attention_scaling, jnp.sin(angles) * attention_scaling
 
 
 def apply_gains(x: Float[Array, "*batch T heads D"], gains: Float[Array, "G half"]) -> Float[Array, "*batch T heads D"]:
-    """Queries that are not yet rotated, times their gains; computed as in `rotate`."""
-    of_head = gains_of_head(gains, x.shape[-1])
-    of_heads = jnp.repeat(of_head, x.shape[-2] // len(of_head), axis=0)
-    return (x.astype(np.promote_types(x.dtype, gains.dtype)) * of_heads).astype(x.dtype)
+    """Multiply queries that are not yet rotated by their gains; computed as in `rotate`."""
+    head = gains_of_head(gains, x.shape[-1])
+    heads = jnp.repeat(head, x.shape[-2] // len(head), axis=0)
+    return (x.astype(np.promote_types(x.dtype, gains.dtype)) * heads).astype(x.dtype)
 
 
 def gains_of_head(gains: Float[Array, "*layers G half"], head_dim: int) -> Float[Array, "*layers G D"]:
-    """The gain of each element of a head: i and i + R/2 turn together, and what is not rotated has 1."""
+    """The gain of each element of a head. Elements i and i + R/2 rotate together; elements that are not rotated have 1."""
     rest = jnp.ones((*gains.shape[:-1], head_dim - 2 * gains.shape[-1]), gains.dtype)
     return jnp.concatenate([gains, gains, rest], axis=-1)
 
@@ -337,8 +363,8 @@ def rotate(
 ) -> Float[Array, "*batch T heads D"]:
     """Rotate queries or keys, half-split layout (element i pairs with i + R/2, as Hugging Face stores it).
 
-    Elements from R = 2 x half on stay as they are. With G = K the heads of a group stand next to each other: head h belongs to
-    group h // (heads / K). Computed in float32 (or the table's own dtype, if wider) and cast back.
+    Elements from R = 2 x half on are unchanged. With G = K the heads of a group are adjacent: head h belongs to group
+    h // (heads / K). The result is computed in float32 (or the table's own dtype, if wider) and cast back.
     """
     dtype, half = np.promote_types(x.dtype, cos.dtype), cos.shape[-1]
     repeats = x.shape[-2] // cos.shape[-2] if cos.shape[-2] > 1 else 1
@@ -350,14 +376,14 @@ def rotate(
 
 
 def _divide(inv_freq: Float[Array, "*rows half"], factors: Float[Array, "*any"]) -> Float[Array, "*any"]:
-    # XLA turns a division by a broadcast value into a product with its reciprocal on some paths and not on others, which
-    # differs in the last bit. Written as the product everywhere, uniform factors equal `linear` RoPE bit for bit.
+    # On some paths XLA turns a division by a broadcast value into a product with its reciprocal, which differs in the last bit.
+    # We always multiply by the reciprocal, so uniform factors equal `linear` RoPE bit for bit.
     return inv_freq * (1 / factors)
 
 
 def _yarn(rope: RopeParameters, inv_freq: Float[np.ndarray, "half"]) -> Float[np.ndarray, "half"]:
-    # YaRN (arXiv:2309.00071, section 3.2): frequencies that turn beta_fast times or more in the trained window are kept, those
-    # that turn beta_slow times or fewer are divided by the factor, and between the two goes a ramp over the index.
+    # YaRN (arXiv:2309.00071, section 3.2): frequencies that turn at least beta_fast times in the trained window are kept, those
+    # that turn at most beta_slow times are divided by the factor, with a linear ramp over the index in between.
     half = len(inv_freq)
 
     def index_that_turns(times: float) -> float:
@@ -400,9 +426,9 @@ def _keys_of(config: dict, name: str, where: str) -> dict[str, Any]:
 
 
 def _agreed(what: str, *values: Any, default: Any = None) -> Any:
-    """The one value that is given, once or in several places."""
+    """The value that is given, in one or several entries. Raises UserError if they differ."""
     given = [value for value in values if value is not None]
-    # NaN, which does not equal itself, agrees with NaN here: what is wrong with it is said where numbers are checked.
+    # NaN equals nothing, so two NaNs count as agreeing here; the checks of numbers report NaN.
     if others := [value for value in given if value != given[0] and (value == value or given[0] == given[0])]:
-        raise UserError(f"{what} is given as {given[0]!r:.40} and as {others[0]!r:.40}; delete the one that is not meant")
+        raise UserError(f"{what} is given as {given[0]!r:.40} and as {others[0]!r:.40}; delete the wrong one")
     return given[0] if given else default

@@ -1,16 +1,16 @@
-"""Are factors used with the model that they were found for?
+"""Check that factors are used with the model that they were found for.
 
     found = LayerFactors(values, model=identity | facts(config, tokenizer), rope=config.rope.to_hf())
     record = check_model(found, config, tokenizer=tokenizer, sha256=identity["sha256"])  # UserError for another model's factors
 
-A factors.json says of its model: its sizes, its RoPE, a hash of its tokenizer, and the sha256 of its weight files. Other sizes,
-another RoPE or another tokenizer are another model: refused, unless the user asks for it (`--other-model`, in Python
-`other_model=True`). Other weights of the same sizes may be another quantisation or another format of the same model: a
-warning. What a file does not say is not checked; files of the first release say RoPE, layers and sha256.
+A factors.json records its model's sizes, its RoPE, a hash of its tokenizer, and the sha256 of its weight files. If the sizes,
+the RoPE or the tokenizer differ, it is another model: refused, unless the user allows it (`--other-model`, in Python
+`other_model=True`). If only the weights differ, it may be another quantisation or format of the same model: a warning. Entries
+that a file lacks are not checked; files of the first release have RoPE, layers and sha256 only.
 
-The same model has several spellings, by its format, and all of these agree: Llama 3's RoPE has its rule in a Hugging Face
-folder and the divisors that follow from it in a GGUF file, so frequencies are compared and not names; and of tokenizers the
-ids of a text and the first pieces of the vocabulary, not how the pipeline is written down.
+Formats describe the same model in different ways, and these must count as equal. A Hugging Face folder has the rule of Llama
+3's RoPE, a GGUF file the divisors that follow from it, so frequencies are compared rather than names. Of tokenizers, the ids of
+a text and the first pieces of the vocabulary are compared, not the description of the pipeline.
 """
 
 import hashlib
@@ -32,27 +32,27 @@ from lpes_jax.rope import RopeParameters, inverse_frequencies
 
 _SIZES = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "rotary_dim", "hidden_size", "vocab_size")
 _CLOSE = 2e-5  # GGUF files hold float32 where a config.json has decimals
-_PIECES = 4096  # the first of a vocabulary; what pads its end differs by format
-_TEXT = (  # begins with a letter: formats of one model may put a space before a text that does not, or none
+_PIECES = 4096  # only the first of a vocabulary, because its padding differs by format
+_TEXT = (  # begins with a letter: some formats of a model put a space before a text that begins with none
     "The value of key-0f3c is 8417 (3.14159, 2,048 tokens, $1.5e-10) and don't ask why:\n\n  def f(x):\n\treturn x ** 2  # ok\n"
     'A UUID "2a8d601d-1d69-4e64-9f90-8ad825a74195"; Ça, naïve, Zürich, cafe\u0301, Ångström; Привет, мир! 東京で 漢字 🙂👍🏽'
 )
 
 
 def facts(config: LlamaConfig, tokenizer: Any = None) -> dict[str, Any]:
-    """What a factors.json says of its model beside name and sha256: JSON, to stand under `model`."""
+    """The entries of a factors.json about its model, in addition to name and sha256, as JSON for its key `model`."""
     found: dict[str, Any] = {name: getattr(config, name) for name in _SIZES}
     if config.rope.original_max_position_embeddings:
-        found["rope_window"] = config.rope.original_max_position_embeddings  # `dynamic` does not say so itself
+        found["rope_window"] = config.rope.original_max_position_embeddings  # the RoPE entry of `dynamic` lacks it
     if tokenizer is not None:
         found["tokenizer_sha256"] = tokenizer_sha256(tokenizer)
     return found
 
 
 def tokenizer_sha256(tokenizer: Any) -> str:
-    """A hash that two formats of one tokenizer share: of the ids of a text, and of the first pieces of the vocabulary."""
+    """A hash of the ids of a text and the first pieces of the vocabulary, equal for all formats of one tokenizer."""
     pieces = tokenizer.convert_ids_to_tokens(range(min(len(tokenizer), _PIECES)))
-    pieces = [(at, piece) for at, piece in enumerate(pieces) if piece is not None and not piece.startswith("[PAD")]
+    pieces = [(index, piece) for index, piece in enumerate(pieces) if piece is not None and not piece.startswith("[PAD")]
     ids = tokenizer(_TEXT, add_special_tokens=False)["input_ids"]
     return hashlib.sha256(json.dumps([ids, pieces]).encode()).hexdigest()
 
@@ -67,14 +67,24 @@ def check_model(
     where: str = "factors",
     quiet: bool = False,
 ) -> dict[str, Any]:
-    """What results say of the factors' model; `tokenizer` and `sha256` (of the weight files) are the model's, where known.
+    """Compare the model that factors were found for with the given one; print a warning or note on stderr if they differ.
 
-    `name` and `sha256` as recorded; `weights`: "same", "other", or "unknown" where either hash is not known; `differs`: what
-    makes it another model, in words; `other_model`: whether that was asked for. One line on stderr says what is not as it
-    was, and that a file names no model at all (not where `quiet`).
+    Args:
+        factors: The factors.
+        config: The model's config.
+        tokenizer: The model's tokenizer, if known.
+        sha256: The hash of the model's weight files, if known.
+        other_model: Whether to accept factors of another model.
+        where: The factors' name in messages.
+        quiet: Whether to print nothing.
 
-    Raises UserError for a model that holds factors already, for factors whose shape does not fit, and for those of another
-    model unless `other_model`.
+    Returns:
+        A record for results: `name` and `sha256` as the factors have them; `weights`, which is "same", "other", or "unknown" if
+        either hash is missing; `differs`, the differences in words; and `other_model`.
+
+    Raises:
+        UserError: The model already holds factors, the factors' shape does not fit, or they belong to another model and
+            `other_model` is False.
     """
     if not factors.changes_nothing:
         refuse_marked(config.mark, where)
@@ -88,24 +98,24 @@ def check_model(
     if differs and not other_model:
         raise UserError(
             f"{where}: {found_for} ({'; '.join(differs)}); give factors found for this one, or --other-model "
-            "(in Python other_model=True) to try these all the same"
+            "(in Python other_model=True) to use these anyway"
         )
     weights = "unknown"
     if isinstance(model.get("sha256"), str) and sha256 is not None:
         weights = "same" if model["sha256"] == sha256 else "other"
     if differs:
-        _say(f"warning: {where}: {found_for} ({'; '.join(differs)}), and used all the same", quiet)
+        _say(f"warning: {where}: {found_for} ({'; '.join(differs)}), and used anyway", quiet)
     elif weights == "other":
         hashes = f"sha256 {model['sha256']:.8}, here {sha256:.8}"
         _say(f"warning: {where}: {found_for} of the same sizes ({hashes}): another quantisation, format or training", quiet)
     elif not model:
-        _say(f"note: {where}: names no model that it was found for, so its shape alone was checked", quiet)
+        _say(f"note: {where}: does not name the model it was found for, so only its shape was checked", quiet)
     kept = {name: model.get(name) for name in ("name", "sha256")}
     return {**kept, "weights": weights, "differs": differs, "other_model": other_model}
 
 
 def check_loaded(factors: LayerFactors, loaded: Loaded, where: str, other_model: bool = False) -> dict[str, Any]:
-    """`check_model` with all that is known of a loaded model."""
+    """`check_model` with everything that is known of a loaded model."""
     return check_model(
         factors,
         loaded.model.config,
@@ -117,7 +127,7 @@ def check_loaded(factors: LayerFactors, loaded: Loaded, where: str, other_model:
 
 
 def _differences(factors: LayerFactors, config: LlamaConfig, tokenizer: Any, where: str) -> Iterator[tuple[str, Any, Any]]:
-    """(what, as recorded, here) of all that makes it another model."""
+    """Yield (entry, recorded value, value here) for everything that makes it another model."""
     here = facts(config, tokenizer if "tokenizer_sha256" in factors.model else None)
     for name in (*_SIZES, "tokenizer_sha256"):
         if name in factors.model and name in here and factors.model[name] != here[name]:
@@ -127,7 +137,7 @@ def _differences(factors: LayerFactors, config: LlamaConfig, tokenizer: Any, whe
 
 
 def _rope_differences(factors: LayerFactors, config: LlamaConfig, where: str) -> Iterator[tuple[str, Any, Any]]:
-    """None where the frequencies and the attention factor are the same at every length, however these are written down."""
+    """Yield nothing if frequencies and attention factor are equal at every length, even if they are written differently."""
     now, window = config.rope.to_hf(), factors.model.get("rope_window")
     if factors.rope == now and window in (None, config.rope.original_max_position_embeddings):
         return
@@ -149,7 +159,7 @@ def _rope_differences(factors: LayerFactors, config: LlamaConfig, where: str) ->
 def _same_angles(one: RopeParameters, other: RopeParameters, head_dim: int) -> bool:
     windows = one.original_max_position_embeddings, other.original_max_position_embeddings
     lengths = {0, *windows, *(window + 1 for window in windows), 4 * max(windows)}
-    with jax.ensure_compile_time_eval():  # inside of a user's jit too
+    with jax.ensure_compile_time_eval():  # also inside a user's jit
         return _close(one.attention_factor, other.attention_factor) and all(
             np.allclose(*(inverse_frequencies(rope, head_dim, length) for rope in (one, other)), rtol=_CLOSE, atol=0)
             for length in lengths
@@ -165,7 +175,7 @@ def _close(one: Any, other: Any) -> bool:
 
 def _shown(value: Any) -> str:
     if isinstance(value, str) and len(value) == 64:
-        return value[:8]  # of a hash its first digits
+        return value[:8]  # the first digits of a hash
     return f"{value!r:.60}"
 
 

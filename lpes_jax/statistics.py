@@ -1,6 +1,6 @@
-"""How sure a difference is. A question asked at five positions is one question, not five: tests pair and group by question.
+"""Statistics of differences. A question asked at five positions is one question, not five: tests pair and group by question.
 
-Letters: Q questions, S positions (slots). Numpy, scipy and the standard library alone.
+Letters: Q questions, S positions (slots). Imports numpy, scipy and the standard library only.
 """
 
 import math
@@ -15,15 +15,15 @@ from scipy.special import betaln
 def standard_error(correct: Shaped[np.ndarray, "Q *S"]) -> float:
     """Standard error of the mean of `correct` [Q] or [Q, S], over questions: sqrt(sample variance / Q).
 
-    For one position this is lm-evaluation-harness's acc_stderr, sqrt(p (1 - p) / (Q - 1)). With several, the mean of each
-    question counts once. One question has no spread to measure: nan.
+    For one position this is lm-evaluation-harness's acc_stderr, sqrt(p (1 - p) / (Q - 1)). For several, each question counts
+    once, with its mean. A single question has no variance: nan.
     """
     questions = correct.reshape(len(correct), -1).mean(axis=1, dtype=np.float64)
     return float(questions.std(ddof=1) / math.sqrt(len(questions))) if len(questions) > 1 else math.nan
 
 
 def wilson_interval(successes: float | int, n: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Wilson's score interval of a proportion (Wilson, 1927), in 0 ... 1; the whole range where n is 0."""
+    """Wilson's score interval of a proportion (Wilson, 1927), within [0, 1]; the whole range if n is 0."""
     if n == 0:
         return 0.0, 1.0
     z = NormalDist().inv_cdf(0.5 + confidence / 2)
@@ -36,9 +36,9 @@ def wilson_interval(successes: float | int, n: int, confidence: float = 0.95) ->
 def bootstrap_intervals(
     values: Shaped[np.ndarray, "Q S"], confidence: float = 0.95, seed: int = 0, draws: int = 10_000
 ) -> Float[np.ndarray, "S+1 2"]:
-    """Percentile intervals (Efron, 1979) of the mean of each column, and last of all columns, over questions drawn anew.
+    """Percentile intervals (Efron, 1979) of the mean of each column, then of all columns, with questions resampled.
 
-    Of `ours - baseline` these are paired intervals of the difference. All columns share the draws.
+    For `ours - baseline` these are paired intervals of the difference. All columns use the same resamples.
     """
     columns = np.column_stack([values, values.mean(axis=1)]).astype(np.float64)
     rng, means = np.random.default_rng(seed), np.empty((draws, columns.shape[1]))
@@ -52,11 +52,11 @@ def bootstrap_intervals(
 def paired_permutation_test(
     ours: Shaped[np.ndarray, "Q S"], baseline: Shaped[np.ndarray, "Q S"], seed: int = 0, draws: int = 10_000
 ) -> float:
-    """Two-sided p of the mean difference: the sign of each question's difference, over all its positions, is drawn anew.
+    """Two-sided p of the mean difference, by random sign flips of each question's difference (summed over its positions).
 
     p = (1 + draws at least as far from 0 as the observed one) / (1 + draws), never 0 (Phipson & Smyth, 2010).
     """
-    # Sums, not means: for accuracies these are small integers, so that ties are exact.
+    # Sums, not means: for accuracies these are small integers, so ties are exact.
     differences = (ours.astype(np.float64) - baseline.astype(np.float64)).sum(axis=1)
     observed = abs(differences.sum()) - 1e-9 * np.abs(differences).sum()
     rng = np.random.default_rng(seed)
@@ -68,18 +68,18 @@ def paired_permutation_test(
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
-    """Holm's step-down correction for so many comparisons at once, in the same order; None stays None."""
-    order = sorted((p, at) for at, p in enumerate(p_values) if p is not None)
+    """Holm's step-down correction for multiple comparisons, in the order of `p_values`; None stays None."""
+    order = sorted((p, index) for index, p in enumerate(p_values) if p is not None)
     corrected: list[float | None] = [None] * len(p_values)
     largest = 0.0
-    for rank, (p, at) in enumerate(order):
+    for rank, (p, index) in enumerate(order):
         largest = max(largest, min(1.0, p * (len(order) - rank)))
-        corrected[at] = largest
+        corrected[index] = largest
     return corrected
 
 
 def mcnemar(a: Shaped[np.ndarray, "Q"], b: Shaped[np.ndarray, "Q"]) -> float:
-    """McNemar's exact test, two-sided: are the questions that only one of the two got right split like coin tosses?"""
+    """McNemar's exact test, two-sided: whether the questions that only one of the two answers right split evenly."""
     a, b = a.astype(bool), b.astype(bool)
     only_a, only_b = int((a & ~b).sum()), int((~a & b).sum())
     n = only_a + only_b
@@ -91,13 +91,14 @@ def mcnemar(a: Shaped[np.ndarray, "Q"], b: Shaped[np.ndarray, "Q"]) -> float:
 
 
 def confidence_sequence(values: Shaped[np.ndarray, "Q"], alpha: float) -> tuple[float, float]:
-    """Bounds of the mean of independent values in 0 ... 1 that hold for all numbers of values together: looks are free.
+    """Bounds of the mean of independent values in [0, 1], valid at every sample size at once.
 
-    With probability 1 - alpha the mean is within the bounds after every value at once, so one may look at any time, and add
-    values until something is decided. A mean m is refuted where a bettor gets rich who stakes shares f of the capital on
-    values above it, at odds that are fair for m: the capital, prod(1 + f (x - m) / m) averaged over f, ever grows to 2 / alpha
-    with probability alpha / 2 (Ville's inequality; Waudby-Smith & Ramdas, 2024, section 4). The average over f takes the place
-    of their rule for stakes, as in Cover's universal portfolio. The same of 1 - x is the upper bound.
+    With probability 1 - alpha the mean is within the bounds after every value. So the bounds may be checked at any time, and
+    values added until a decision is reached. The method is betting: a gambler stakes a share f of the capital on values above a
+    mean m, at odds that are fair for m. The capital, prod(1 + f (x - m) / m) averaged over f, ever reaches 2 / alpha with
+    probability at most alpha / 2 if m is the mean (Ville's inequality; Waudby-Smith & Ramdas, 2024, section 4). So m is refuted
+    when the capital reaches 2 / alpha. The average over f replaces their betting strategy, as in Cover's universal portfolio.
+    The upper bound is that of 1 - x.
     """
     found, counts = np.unique(np.asarray(values, np.float64), return_counts=True)
     return _lower_bound(found, counts, alpha), 1 - _lower_bound(1 - found, counts, alpha)
@@ -108,7 +109,7 @@ _STAKES = np.sin(np.pi / 2 * (np.arange(64) + 0.5) / 64) ** 2
 
 def _lower_bound(values: Float[np.ndarray, "V"], counts: Shaped[np.ndarray, "V"], alpha: float) -> float:
     low, high = 0.0, float(values @ counts) / max(1, counts.sum())
-    for _ in range(40):  # the capital falls as the mean rises
+    for _ in range(40):  # bisection: the capital falls as the mean rises
         mean = (low + high) / 2
         if mean == 0:
             break
@@ -120,10 +121,10 @@ def _lower_bound(values: Float[np.ndarray, "V"], counts: Shaped[np.ndarray, "V"]
 
 
 def sequential_mcnemar(only_a: int, only_b: int) -> float:
-    """McNemar's test, two-sided, at any time: p of discordant pairs that were added until something was seen.
+    """McNemar's test, two-sided, for a sample that grows until the result is clear: p is valid at every sample size.
 
-    p is 1 over Robbins' mixture of likelihood ratios against a coin's tosses, with Jeffreys' prior: under the hypothesis it is
-    ever at most alpha with probability alpha, however often one looks.
+    p is the inverse of Robbins' mixture of likelihood ratios against a fair coin, with Jeffreys' prior. Under the null
+    hypothesis it ever falls to alpha with probability at most alpha, however often it is checked.
     """
     ratio = float(betaln(only_a + 0.5, only_b + 0.5) - betaln(0.5, 0.5)) + (only_a + only_b) * math.log(2)
     return min(1.0, math.exp(-ratio)) if ratio > 0 else 1.0

@@ -1,6 +1,6 @@
-"""Text files that users bring: UTF-8, with a byte-order mark or without one, gzipped where the name ends in .gz.
+"""Reader of users' text files: UTF-8 with or without a byte-order mark; gzipped if the name ends in .gz.
 
-Text in UTF-16 or UTF-32, which some editors and shells write, is refused by its name.
+UTF-16 and UTF-32, which some editors and shells write, are refused with a message that names the encoding.
 """
 
 import codecs
@@ -25,10 +25,12 @@ class OtherEncoding(ValueError):
 
 @contextmanager
 def open_text(path: Path, newline: str | None = None) -> Iterator[TextIO]:
-    """The text of a file; gzipped where the name ends in .gz. `newline` is that of `open`.
+    """Open a text file; it is decompressed if its name ends in .gz. `newline` is as in `open`.
 
-    Raises OSError, EOFError or zlib.error for a file that cannot be read, OtherEncoding for UTF-16 and UTF-32, and
-    UnicodeDecodeError (both are ValueErrors) for any other bytes that are not UTF-8.
+    Raises:
+        OSError, EOFError, zlib.error: The file cannot be read.
+        OtherEncoding: The text is UTF-16 or UTF-32 (a ValueError).
+        UnicodeDecodeError: Other bytes that are not UTF-8 (a ValueError).
     """
     with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
         head = file.read(4)
@@ -40,13 +42,13 @@ def open_text(path: Path, newline: str | None = None) -> Iterator[TextIO]:
 
 
 def read_text(path: Path) -> str:
-    """The whole text of a file. Raises as `open_text` does."""
+    """Read the whole text of a file. Raises as `open_text`."""
     with open_text(path) as text:
         return text.read()
 
 
 def _other_encoding(head: bytes) -> str | None:
-    """UTF-16 or UTF-32, by the first four bytes: a byte-order mark, or zeros beside an ASCII character."""
+    """Detect UTF-16 or UTF-32 from the first four bytes: a byte-order mark, or zeros next to an ASCII character."""
     for mark, encoding in _MARKS.items():
         if head.startswith(mark):
             return encoding

@@ -1,4 +1,4 @@
-"""-log p of each token of plain text, which perplexity is made of, and the KL divergence from the model as it is.
+"""-log p of each token of plain text, which gives perplexity and text losses; and the KL divergence from the plain model.
 
 Letters: n tables of a method, B rows, T tokens, S = T - 1, C positions of a chunk, E embedding.
 """
@@ -21,16 +21,22 @@ from lpes_jax.models.llama.model import Llama, hidden_states, method_logits, ove
 def token_nll(
     model: Llama, tokens: Int[Array, "B T"], method: Method, chunk: int = 256, *, remat: bool = False
 ) -> Float[Array, "B T"]:
-    """-log p of each token in nats, float32; 0 for a row's first, which nothing predicts.
+    """-log p of each token in nats, float32; 0 for the first token of a row, which nothing predicts.
 
-    The logits of `chunk` positions of every row are in memory together. `remat` is `hidden_states`'s, for gradients. Of a
-    model on a mesh, the rows are spread over it, and the result is everywhere.
+    On a mesh, the rows are distributed over it, and the result is replicated.
+
+    Args:
+        model: The model.
+        tokens: Token ids.
+        method: The RoPE tables or attention to use.
+        chunk: Positions of every row whose logits are in memory at once.
+        remat: See `hidden_states`; for gradients.
     """
     mesh = mesh_of(model)
     if mesh is None or mesh.size == 1:
         return _token_nll(model, tokens, method, chunk, remat=remat)
-    places = mesh.shape["population"]
-    filled = np.resize(np.asarray(tokens), (-(-len(tokens) // places) * places, tokens.shape[1]))
+    shards = mesh.shape["population"]
+    filled = np.resize(np.asarray(tokens), (-(-len(tokens) // shards) * shards, tokens.shape[1]))
     everywhere, by_rows = (NamedSharding(mesh, spec) for spec in (EVERYWHERE, BY_POPULATION))
     return _spread_nll(model, put(filled, by_rows), put(method, everywhere), chunk, remat, mesh)[: len(tokens)]
 
@@ -62,7 +68,7 @@ def token_divergence(
 
 
 def check_text(model: Llama, windows: Int[Array, "W T"] | Int[np.ndarray, "W T"]) -> None:
-    """Raise UserError where the logits of the model as it is are not finite on some window: for what failed on the text."""
+    """Raise UserError if the plain model's logits are not finite on some window. Call it after a failure on the text."""
     method = of_table(model.config.rope_table(windows.shape[1]))
     for window in np.asarray(windows):
         if not np.isfinite(np.asarray(token_nll(model, jnp.asarray(window[None], jnp.int32), method))).all():

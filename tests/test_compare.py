@@ -96,17 +96,17 @@ def test_a_comparison_that_is_killed_goes_on(compared, nursery, model_folder, tm
         assert time.monotonic() < end, log.read_text()
         time.sleep(0.01)
     os.kill(pid, signal.SIGTERM)
-    assert nursery.wait(pid) == 143 and log.read_text().strip().splitlines()[-1].endswith("--resume goes on from there")
+    assert nursery.wait(pid) == 143 and log.read_text().strip().splitlines()[-1].endswith("--resume to continue")
     assert not (out / "results.json").exists()
 
     settings = CompareSettings.of(
         **SMALL, model=str(model_folder), factors=folder / "factors.json", positions=(0, 100), output_path=out, methods=names,
     )  # fmt: skip
     with pytest.raises(
-        UserError, match="holds a comparison that was cut off; give --resume to go on with it, another folder, or"
+        UserError, match="contains an interrupted comparison; pass --resume to continue, give another folder, or"
     ):
         run_comparison(settings)
-    with pytest.raises(UserError, match=r"was run with --test-limit 2 \(now 3\); give the same or another"):
+    with pytest.raises(UserError, match=r"was run with --test-limit 2 \(now 3\); use the same settings or another"):
         run_comparison(settings.replace(test_limit=3, resume=True))
     # What stands there is taken as it is: a figure that no run gives comes out again.
     record, tuned = read_json(measured), read_json(out / "unfinished/uniform.tuned.json")
@@ -126,7 +126,7 @@ def test_a_comparison_that_is_killed_goes_on(compared, nursery, model_folder, tm
     write_json(out / "unfinished/uniform.measured.json", record | {"scores": {"prefix": [[0.25, 0.25], [0.25, 0.25]]}})
     again = run_comparison(settings.replace(resume=True, methods=("baseline", "uniform")))
     assert again["methods"]["uniform"]["acc,none"] == whole["methods"]["uniform"]["acc,none"] != 0.25
-    with pytest.raises(UserError, match="holds no comparison that was cut off; leave --resume out to begin one"):
+    with pytest.raises(UserError, match="contains no interrupted comparison; remove --resume to start one"):
         run_comparison(settings.replace(resume=True))
 
 

@@ -94,15 +94,17 @@ def test_a_folder_that_cannot_be_written_is_a_note(home, capsys):
 def test_commands_keep_programs_and_an_import_does_not(tmp_path):
     chosen = {name: value for name, value in os.environ.items() if not name.startswith("JAX_COMPILATION")}
     code = "import os, lpes_jax, lpes_jax.search.__main__ as it; print(os.listdir(os.environ['LPES_JAX_CACHE'])); it.main()"
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "empty").mkdir()  # a model that is refused when it is opened, not before
     done = subprocess.run(
-        [sys.executable, "-c", code, "--model", str(tmp_path / "nowhere")],
-        env=chosen | {"LPES_JAX_CACHE": str(tmp_path)},
+        [sys.executable, "-c", code, "--model", str(tmp_path / "empty"), "--output-path", str(tmp_path / "out")],
+        env=chosen | {"LPES_JAX_CACHE": str(tmp_path / "cache")},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.stdout == "[]\n" and "nowhere" in done.stderr
-    assert (tmp_path / "compiled").is_dir()
+    assert done.stdout == "[]\n" and str(tmp_path / "empty") in done.stderr
+    assert (tmp_path / "cache" / "compiled").is_dir()
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,7 @@ def test_step_known_answer():
 def test_free_is_its_own_values():
     points = points_of([9, 5, 7], [1.1, 2.5, 0.9])
     np.testing.assert_array_equal(free(points, 3), points[:, 1])
-    with pytest.raises(ValueError, match="one control point a layer: 4, not 3"):
+    with pytest.raises(ValueError, match="needs one control point per layer: 4, got 3"):
         free(points, 4)
 
 

@@ -282,4 +282,4 @@ def test_what_cannot_be_exported_leaves_nothing(model_folder, tmp_path):
     run_export(settings.replace(copy=True))
     assert not (target / "model.safetensors").is_symlink() and not (target / "self_test.json").exists()
     assert (target / "model.safetensors").read_bytes() == (model_folder / "model.safetensors").read_bytes()
-    refused("out holds a finished run .* or --overwrite")
+    refused("out contains a finished run .* or --overwrite")

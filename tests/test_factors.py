@@ -164,13 +164,15 @@ def test_factors_of_the_zoo_have_names(tmp_path, monkeypatch):
     factors = LayerFactors.load("smollm2-135m-instruct/best-kv-5-10-20")
     assert factors.factors.shape == (30, 32) and factors.granularity == "layer_band"
     np.testing.assert_array_equal(LayerFactors.load("best-kv-5-10-20").factors, factors.factors)  # one model alone has these
-    with pytest.raises(UserError, match="best-kv: no such .*; it has: .*, smollm2-135m-instruct/best-kv-5-10-20, ") as refusal:
+    with pytest.raises(
+        UserError, match="best-kv: no such .*, which has .*, smollm2-135m-instruct/best-kv-5-10-20, "
+    ) as refusal:
         LayerFactors.load("smollm2-135m-instruct/best-kv")
     assert "\n" not in str(refusal.value)
     for model in ("one", "other"):
         (tmp_path / model / "factors").mkdir(parents=True)
         LayerFactors.uniform(2.0, 3).save(tmp_path / model / "factors" / "best.json")
     monkeypatch.setattr(lpes_factors, "_ZOO", tmp_path)
-    with pytest.raises(UserError, match="best are there for several models; say which: one/best, other/best"):
+    with pytest.raises(UserError, match="several models have factors best; give one of one/best, other/best"):
         LayerFactors.load("best")
     assert LayerFactors.load("other/best").num_layers == LayerFactors.load("other/factors/best.json").num_layers == 3

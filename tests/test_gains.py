@@ -116,7 +116,7 @@ def test_gains_in_the_table_in_the_weights_and_in_torch_are_the_same(tmp_path, n
         without_gains = by_group(model, table_of(without))
         assert np.abs(by_table(model, TOKENS, without_gains) - wanted).max() > 1e-2
         if name == "qwen3" and "group" in gains:
-            with pytest.raises(lj.UserError, match="found.json: gains of KV groups cannot go into the weights"):
+            with pytest.raises(lj.UserError, match="found.json: gains of KV groups cannot be folded into the weights"):
                 fold_gains(model, of_file, "found.json")
         else:
             folded = fold_gains(model, of_file)
@@ -294,7 +294,7 @@ def test_format_1_gives_the_same_table_bit_for_bit(tmp_path, tiny_config):
         ({"gains": [1.0, -0.5, 1.0]}, "gains must be finite and not below 0, got -0.5"),
         ({"gains": [1.0, None, 1.0]}, "gains must be finite and not below 0, got nan"),
         ({"gains": [1.0, float("inf"), 1.0]}, "gains must be finite and not below 0, got inf"),
-        ({"gains": [1.0, 1.0]}, "gains of 2 layers do not go with factors of 3"),
+        ({"gains": [1.0, 1.0]}, "gains of 2 layers do not match factors of 3"),
         ({"gains": [1.0] * 3, "gains_granularity": "layer_band"}, "granularity layer_band needs gains of 2 axes"),
         ({"gains": [1.0] * 3, "gains_granularity": "head"}, "granularity 'head' is not one of"),
         ({"gains": "one"}, "gains must be numbers"),

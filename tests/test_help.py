@@ -96,7 +96,7 @@ REFUSED = {
     "export --factors": "--factors",
     "export --model tiny-retriever": "--factors",
     "doctor --model ./nowhere": "./nowhere",
-    "evaluate --output-path OUT": "OUT holds a finished run",
+    "evaluate --output-path OUT": "--output-path OUT",
 }
 
 

@@ -121,7 +121,7 @@ def test_one_process_s_error_ends_both_with_one_line(nursery, tmp_path):
 def test_processes_that_do_not_come_are_one_line(nursery, tmp_path):
     flags = "--coordinator-address", "127.0.0.1:9", "--num-processes", 2, "--process-id", 1, "--start-timeout", 1
     assert nursery.search(tmp_path / "run", "ga", *flags) == 2
-    assert log(tmp_path / "run").startswith("error: --coordinator-address 127.0.0.1:9: the 2 processes did not all meet")
+    assert log(tmp_path / "run").startswith("error: --coordinator-address 127.0.0.1:9: the 2 processes did not all connect")
 
 
 HERE = HostSettings(coordinator_address="node1:8476", num_processes=2, process_id=1)
@@ -138,7 +138,7 @@ HERE = HostSettings(coordinator_address="node1:8476", num_processes=2, process_i
         (replace(HERE, coordinator_address="node1"), "'node1' is not HOST:PORT"),
         (replace(HERE, coordinator_address="node1:http"), "is not HOST:PORT"),
         (replace(HERE, coordinator_address="node1:70000"), "is not HOST:PORT"),
-        (replace(HERE, distributed=True), "leave out --coordinator-address"),
+        (replace(HERE, distributed=True), "remove --coordinator-address"),
         (replace(HERE, start_timeout=0), "--start-timeout must be at least 1"),
     ],
 )

@@ -27,10 +27,10 @@ def test_before_and_with_factors_on_the_same_questions(tmp_path, monkeypatch):
     record = json.loads((tmp_path / "out" / "profile.json").read_text())
     assert list(record)[0] == "effective_length"
 
-    # kv is read with the fact alone, and single_1 is not: nothing of it was asked at length.
+    # The model reads kv without a haystack but not single_1, so single_1 was not measured at length.
     assert record["fact_alone"]["kv"]["mean"] == 1.0 and record["fact_alone"]["single_1"]["mean"] == 0.0
     of_kv, of_single = record["columns"][:2], record["columns"][2:]
-    assert {it["missing"] for it in of_single} == {"0 % right with the fact alone"}
+    assert {it["missing"] for it in of_single} == {"0 % right without a haystack"}
     assert [it["units"] for it in of_kv] == [UNITS, UNITS] or [it["units"] for it in of_kv] == [2 * UNITS, 2 * UNITS]
     assert record["effective_length"]["factors"] == {
         "reliable_up_to": None,
@@ -64,7 +64,7 @@ def test_before_and_with_factors_on_the_same_questions(tmp_path, monkeypatch):
     page = (tmp_path / "out" / "report.html").read_text()
     assert f"<h1>{record['says']['baseline']}</h1>" in page and page.count("data:image/svg+xml") == 2
     assert record["says"]["factors"].startswith(
-        "tiny-retriever with factors does not find a fact wherever it stands, not even in"
+        "tiny-retriever with factors does not find a fact at every position, not even in"
     )
     assert {it.name for it in (tmp_path / "out").iterdir()} == {
         *("profile.json", "profile.md", "report.html", "heat_kv.png", "heat_kv.svg", "text_loss.png", "text_loss.svg")
@@ -82,9 +82,9 @@ def test_no_time_is_no_error(tmp_path, model_folder, capfd):
     assert record["says"]["baseline"] in capfd.readouterr().out and record["text_loss"] is None
     assert "missing" in record["columns"][0]
     assert main(["profile", *flags, "--output-path", str(tmp_path / "out")]) == 2
-    assert "holds a finished run (profile.json)" in capfd.readouterr().err
+    assert "contains a finished run (profile.json)" in capfd.readouterr().err
     assert main(["evaluate", "--limit", "1", "--output-path", str(tmp_path / "out")]) == 2
-    assert "holds a profile (profile.json)" in capfd.readouterr().err
+    assert "contains a profile (profile.json)" in capfd.readouterr().err
 
 
 def test_default_lengths():
@@ -97,7 +97,7 @@ def test_default_lengths():
     ("flags", "said"),
     [
         (["--lengths", "4096"], "--lengths 4096: the model's window is 512 tokens; give lengths up to that"),
-        (["--lengths", "200", "200"], "--lengths 200 200: 200 stands there twice; give it once"),
+        (["--lengths", "200", "200"], "--lengths 200 200: 200 is repeated; give it once"),
         (["--positions", "0", "120"], "--positions must be at most 100"),
         (["--threshold", "0"], "--threshold must be above 0"),
         (["--confidence", "1"], "--confidence must be between 0 and 1"),

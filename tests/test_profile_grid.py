@@ -57,7 +57,7 @@ def test_a_column_is_above_when_every_position_is_and_below_when_one_is(grid):
     ):
         fill(made, "kv", 200, units, accuracy)
         assert made.status(made.columns["kv", 200], 0) == status
-    made.ceiling["kv"] = (0.6, 0.58, 0.62)  # what is lost with the fact alone is no matter of positions
+    made.ceiling["kv"] = (0.6, 0.58, 0.62)  # what is lost without a haystack does not depend on positions
     fill(made, "kv", 200, 320, (0.68, 0.7, 0.75))
     assert made.status(made.columns["kv", 200], 0) == "above"
 
@@ -107,7 +107,7 @@ def test_first_each_column_then_what_decides_then_the_rest(grid):
     assert made.status(made.columns["kv", 300], 0) == "undecided"
     assert made.next() is made.columns["near_keys", 300]  # it decides nothing, and is undecided
     assert made.next(skipped={id(made.columns["near_keys", 300])}) is None
-    made.ceiling["near_keys"] = (0.3, 0.2, 0.4)  # a task that fails with the fact alone is not asked
+    made.ceiling["near_keys"] = (0.3, 0.2, 0.4)  # a task that fails without a haystack is not measured
     assert made.next() is None
 
 
@@ -125,21 +125,21 @@ def test_a_length_that_holds_no_question_is_missing_and_breaks_nothing(grid):
 def test_the_first_sentence(grid):
     made = grid()
     assert sentence(made, "M", 0) == (
-        "Whether M finds a fact wherever it stands in prompts of 200 tokens was not decided (kv), with 95 % confidence."
+        "Whether M finds a fact at every position in prompts of 200 tokens was not decided (kv), with 95 % confidence."
     )
     fill(made, "kv", 200, 80, (1.0, 1.0, 1.0))
     fill(made, "kv", 300, 80, (1.0, 0.25, 1.0))
     assert sentence(made, "M", 0) == (
-        "M finds a fact wherever it stands in prompts of up to 200 tokens (kv), with 95 % confidence. The first to be lost "
-        "is kv at 300 tokens, where the fact stands at 50 %: 25 % right, and 100 % with the fact alone."
+        "M finds a fact at every position in prompts of up to 200 tokens (kv), with 95 % confidence. The first loss is "
+        "kv at 300 tokens, with the fact at 50 %: 25 % right, against 100 % without a haystack."
     )
     made.ceiling["near_keys"] = (1.0, 0.98, 1.0)
     fill(made, "near_keys", 200, 80, (0.0, 0.25, 1.0))
     assert sentence(made, "M", 0).startswith(
-        "M finds a fact wherever it stands in prompts of up to 200 tokens (kv); not even of 200 in near_keys, with 95 %"
+        "M finds a fact at every position in prompts of up to 200 tokens (kv); in near_keys not even in prompts of 200 tokens"
     )
     made.ceiling = {"kv": (0.1, 0.0, 0.2), "near_keys": (0.42, 0.3, 0.5)}
-    assert "answers none of these tasks even with the fact alone (at best 42 %)" in sentence(made, "M", 0)
+    assert "answers none of these tasks even without a haystack (at best 42 %)" in sentence(made, "M", 0)
 
 
 def test_changes_are_paired_by_unit_and_corrected_for_all_cells(grid):

@@ -445,7 +445,7 @@ def test_both_spellings_of_a_config(config, wanted):
                 "rope_scaling": {"type": "linear", "factor": 2.0},
                 "rope_parameters": {"rope_type": "dynamic", "factor": 2.0},
             },
-            ["rope_scaling", "rope_parameters", "two types"],
+            ["rope_scaling", "rope_parameters", "have different types"],
         ),
         ({"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0, "alpha": 8.0}}, ["alpha", "'linear'", "factor"]),
         (

@@ -70,7 +70,7 @@ def test_finished_parts_are_there_again(tmp_path):
         kept.keep("tuned", "pi", {"setting": "1"})
         kept.forget("tuned", "pi")
         kept.forget("tuned", "never kept")
-    with pytest.raises(UserError, match="give --resume to go on with it"):
+    with pytest.raises(UserError, match="pass --resume to continue"):
         parts(tmp_path)
     with pytest.raises(UserError, match=r"was run with --limit 3 \(now 4\)"):
         parts(tmp_path, resume=True, config={"settings": {"limit": 4}})
@@ -78,7 +78,7 @@ def test_finished_parts_are_there_again(tmp_path):
         assert kept.records == {"tuned": {"yarn": {"setting": "factor 2"}}}
         kept.drop()
     assert not os.listdir(tmp_path)
-    with pytest.raises(UserError, match="--resume: .* holds no comparison that was cut off"):
+    with pytest.raises(UserError, match="--resume: .* contains no interrupted comparison"):
         parts(tmp_path, resume=True)
 
 
@@ -87,7 +87,7 @@ def test_damaged_parts_are_named_and_those_without_a_begin_are_not_taken(tmp_pat
         kept.keep("tuned", "yarn", {"setting": "factor 2"})
     record = tmp_path / "unfinished" / "yarn.tuned.json"
     record.write_text(json.dumps({"setting": 3}))
-    with pytest.raises(UserError, match="yarn.tuned.json: not what a comparison leaves there .*; delete it"):
+    with pytest.raises(UserError, match="yarn.tuned.json: not a record of a comparison .*; delete it"):
         parts(tmp_path, resume=True)
     (tmp_path / "unfinished" / "begun.json").unlink()
     with parts(tmp_path, resume=True) as kept:
@@ -111,7 +111,7 @@ def test_two_runs_do_not_keep_parts_in_one_folder(tmp_path):
 def test_a_part_that_cannot_be_written_says_how_to_go_on(tmp_path):
     with parts(tmp_path) as kept:
         kept.keep("tuned", "yarn", {"setting": "factor 2"})
-        with pytest.raises(UserError, match="cannot be written .*; make room, then go on with --resume"):
+        with pytest.raises(UserError, match="cannot be written .*; make room, then continue with --resume"):
             kept.keep("tuned", "n" * 300, {"setting": "factor 2"})
     with parts(tmp_path, resume=True) as kept:
         assert list(kept.records["tuned"]) == ["yarn"]

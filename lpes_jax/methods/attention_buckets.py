@@ -1,15 +1,19 @@
-"""Attention Buckets (Chen et al., arXiv 2312.04455; code in DAMO-ConvAI/attention-buckets): a pass for each of several bases.
+"""Attention Buckets (Chen et al., arXiv 2312.04455; code in DAMO-ConvAI/attention-buckets): one pass for each of several bases.
 
-RoPE lets attention rise and fall with distance, in waves that the base sets. Runs with several bases have their troughs in
-several places. They share the tokens and nothing else; at each position, run j gives logits z_j, and a confidence c_j:
+With RoPE, attention rises and falls with distance, in waves that depend on the base. Runs with several bases have their troughs
+at different distances. The runs share only the tokens. At each position, run j gives logits z_j and a confidence c_j:
 
     w = softmax over the runs of c        merged = sum_j w_j z_j
 
-The released code takes the largest raw logit as c (`max_logit`) and mixes logits, in float32; those are the defaults. The
-paper speaks of output distributions, weighted by confidence: `max_probability` and `probabilities` (the log of the mixed ones,
-so that they are logits again). Where we differ: all runs are one program with an axis more, over a batch of prompts; tables are
-made once and not at each step; every position of a text can be read, not the last alone, so that perplexity exists; and bases
-are relative to the model's own theta unless told otherwise, for theirs were chosen for one of 10000.
+The released code uses the largest raw logit as c (`max_logit`) and mixes logits, in float32; these are the defaults. The paper
+describes output distributions weighted by confidence: `max_probability` and `probabilities` (the log of the mixed ones, which
+are logits again).
+
+Where we differ:
+- All runs are one program with an extra axis, over a batch of prompts.
+- Tables are made once and not at each step.
+- Every position of a text can be read, not only the last, so that perplexity is defined.
+- Bases are relative to the model's own theta by default, because the original's were chosen for a theta of 10000.
 
 Letters: n runs, B batch, A positions that are read, V vocabulary, D head dim, M distances.
 """
@@ -39,10 +43,16 @@ MIXES = ("logits", "probabilities")
 def attention_buckets(
     bases: str | Sequence[float] = "rag", relative: bool = True, weights: str = "max_logit", mix: str = "logits"
 ) -> Maker:
-    """The mixture of the model's outputs under each of `bases`: a set of `BASES`, or numbers.
+    """The mixture of the model's outputs under each of `bases`. Memory and time are those of one plain pass per base.
 
-    `relative`: a base of 10000 means the model's own theta. A RoPE type of the model's stays as it is, around another theta.
-    Memory and time are those of as many plain passes as there are bases; each has a KV cache.
+    Args:
+        bases: A set of `BASES`, or numbers.
+        relative: Whether a base of 10000 means the model's own theta. The model's RoPE type is kept, with another theta.
+        weights: The confidence of a run, one of `WEIGHTS`.
+        mix: What is mixed, one of `MIXES`.
+
+    Raises:
+        UserError: An unknown choice, or a base that is not above 1.
     """
     if isinstance(bases, str) and bases not in BASES:
         raise UserError(f"Attention Buckets: bases {bases!r:.60} is not one of {', '.join(BASES)}, nor a list of numbers")
@@ -66,14 +76,14 @@ def attention_buckets(
 
 
 def choices(tuning: Tuning) -> list[Choice]:
-    """Each set of bases, with logits mixed or probabilities."""
+    """Each set of bases, mixing logits or probabilities."""
     kinds = [(bases, mix) for bases in BASES for mix in MIXES][: tuning.budget]
     return [Choice(f"{bases}, {mix}", attention_buckets(bases, mix=mix)) for bases, mix in kinds]
 
 
 @dataclass(frozen=True)
 class Merge:
-    """`TableMethod.merge`; equal ones are one to `jax.jit`."""
+    """The `merge` of a `TableMethod`; hashable, so `jax.jit` treats equal ones as the same."""
 
     weights: str
     mix: str
@@ -100,24 +110,32 @@ def choose_bases(
     candidates: Sequence[float] | None = None,
     tolerance: int = 3,
 ) -> list[float]:
-    """The offline search for bases, which asks no model: theta, then base after base that fills troughs of those before.
+    """The offline search for bases, without a model: start with theta, then add bases that fill the troughs of those chosen.
 
-    Of `candidates` (theta to 3 theta in steps of theta / 20), the one is taken that has most pairs of a peak of its wave and
-    an uncovered trough of the chosen at most `tolerance` tokens apart; of equals the one with the smallest mean squared
-    distance of such pairs, then the smallest base. A trough is covered when a peak of a chosen base is as near. `distances`
-    are the first and last that are looked at, in tokens; a wave has six peaks and six troughs. Where no candidate covers
-    anything more, fewer than `count` bases come back. `attention_buckets(..., relative=False)` takes the result.
+    It adds the candidate with the most pairs of a peak of its wave and an uncovered trough of the chosen bases that are at most
+    `tolerance` tokens apart. Ties are broken by the smallest mean squared distance of these pairs, then by the smallest base. A
+    trough is covered if a peak of a chosen base is as near. A wave has at most six peaks and six troughs. If no candidate
+    covers another trough, fewer than `count` bases are returned. `attention_buckets(..., relative=False)` accepts the result.
 
-    Peaks and troughs are those of the released code. That also counts troughs on peaks, takes as covered only what coincides
-    to the token, and starts from bases set by hand (10000, 18000, 19000). From 10000 alone neither gives the published sets.
+    Peaks and troughs are those of the released code. That code also counts troughs on peaks, counts only exact coincidences as
+    covered, and starts from bases set by hand (10000, 18000, 19000). From 10000 alone, neither version gives the published
+    sets.
+
+    Args:
+        theta: The model's base.
+        head_dim: D.
+        count: Bases to choose, including theta.
+        distances: The first and last distance that are considered, in tokens.
+        candidates: Default: theta to 3 theta in steps of theta / 20.
+        tolerance: In tokens.
     """
     if not (theta > 1 and count >= 1 and 0 <= distances[0] < distances[1] and tolerance >= 0 and head_dim >= 2):
         raise UserError("Attention Buckets: the search needs theta > 1, count >= 1, tolerance >= 0, distances (first, last)")
-    at = np.arange(distances[0], distances[1] + 1)
+    considered = np.arange(distances[0], distances[1] + 1)
     steps = [theta * step / 20 for step in range(20, 61)] if candidates is None else [float(base) for base in candidates]
-    waves = {base: wave(base, head_dim, at) for base in (theta, *steps)}
-    peaks = {base: at[peaks_of(values)] for base, values in waves.items()}
-    troughs = {base: at[troughs_of(values)] for base, values in waves.items()}
+    waves = {base: wave(base, head_dim, considered) for base in (theta, *steps)}
+    peaks = {base: considered[peaks_of(values)] for base, values in waves.items()}
+    troughs = {base: considered[troughs_of(values)] for base, values in waves.items()}
     chosen = [float(theta)]
     while len(chosen) < count:
         filled = np.concatenate([peaks[base] for base in chosen])
@@ -136,7 +154,7 @@ def choose_bases(
 
 
 def peaks_of(values: Float[np.ndarray, "M"]) -> Int[np.ndarray, "peaks"]:
-    """Indices of the highest local maximum, and on from there of the highest of those 51 to 550 further on: six at most."""
+    """Indices of the highest local maximum, then repeatedly of the highest one 51 to 550 further on; six at most."""
     maxima = 1 + np.flatnonzero((values[1:-1] > values[:-2]) & (values[1:-1] > values[2:]))
     found, ahead = [], maxima
     while len(ahead) and len(found) < 6:
@@ -146,7 +164,7 @@ def peaks_of(values: Float[np.ndarray, "M"]) -> Int[np.ndarray, "peaks"]:
 
 
 def troughs_of(values: Float[np.ndarray, "M"]) -> Int[np.ndarray, "troughs"]:
-    """Indices of the lowest local minimum, and back from there of the lowest of those more than 60 before it: six at most."""
+    """Indices of the lowest local minimum, then repeatedly of the lowest one more than 60 before it; six at most."""
     minima = 1 + np.flatnonzero((values[1:-1] < values[:-2]) & (values[1:-1] < values[2:]))
     found, before = [], minima
     while len(before) and len(found) < 6:

@@ -1,35 +1,37 @@
 """Scaling one positional channel of the hidden states (Yu et al., arXiv 2406.02536; code in PositionalHidden/PositionalHidden).
 
-Some channels of the hidden states rise or fall with the position, because of the causal mask. Where the queries and keys of the
-middle layers see such a channel multiplied by s < 1, attention depends less on the position. The original does that to
+Because of the causal mask, some channels of the hidden states rise or fall with the position. If the queries and keys of the
+middle layers see such a channel multiplied by s < 1, attention depends less on the position. The original does this to
 
     the last token's attention    softmax(q_s K_s^T / sqrt(D)) V,  q_s and all keys K_s from states with the channel scaled
-    all other tokens' attention   as ever
+    all other tokens' attention   unchanged
 
-with the states behind the attention's norm. V is never changed. In generation each new token is the last one: its query and
+where states are those after the attention's norm. V never changes. In generation each new token is the last one: its query and
 key are scaled, and the cache holds scaled keys. A teacher-forced answer is treated as if it were generated.
 
-The search of the channel, as released:
-1. Hidden states after each layer, averaged by position over 200 strings of random characters, 1,000 tokens each.
-2. In each layer from the third to the last but one, a cubic fitted to each channel, the first 300 positions left out. A
-   channel is positional if that rises all along, or falls all along, in more than a quarter of the layers.
-3. Of those the 10 smoothest: scaled to [0, 1] without the first 200 positions and filtered (Savitzky-Golay, 10 points, cubic),
-   the least sum of squared second differences over the layers where the channel is monotonic.
-4. Each is tried with s = 0 on key-value questions, and the channel with the least loss of the answers taken; then, as the paper
-   has it, s in 0, 0.5, -0.5, -1.
+The search for the channel, as released:
+1. Average the hidden states after each layer by position, over 200 strings of random characters, 1,000 tokens each.
+2. In each layer from the third to the last but one, fit a cubic to each channel without the first 300 positions. A channel is
+   positional if the cubic rises everywhere, or falls everywhere, in more than a quarter of the layers.
+3. Keep the 10 smoothest. Smoothness: scale to [0, 1] without the first 200 positions, filter (Savitzky-Golay, 10 points,
+cubic),
+   and take the least sum of squared second differences over the layers in which the channel is monotonic.
+4. Try each with s = 0 on key-value questions and choose the channel with the least loss on the answers. Then, as in the paper,
+try
+   s in 0, 0.5, -0.5, -1.
 
     channels = positional_channels(model, tokenizer, seed=0)
     make = hidden_channel(channels[0], factor=0.0)
 
 Where we differ:
-- Step 4 is `python -m lpes_jax.compare`'s: on its search questions, by accuracy and then by likelihood, as for all methods.
-- The layers that the paper takes (10 to 25 of 32, and so on) are known for four depths; others get their share of those of 32.
-- Models of fewer than 8 layers leave fewer than 2 first layers out of step 2, and windows below 1,000 tokens the same share
-  of the positions. Embeddings never count as a layer; the released code counts them where the number of layers is odd. Means
-  are taken in float32; it sums in float16.
-- A change of one channel adds a multiple of one row of the weights to a query or key, so nothing is projected twice. That sum
-  is rounded once more in 16 bits.
-- Text that is scored whole (perplexity) has no token behind it that is predicted, so it is the plain model's.
+- `python -m lpes_jax.compare` does step 4: on its search questions, by accuracy and then by likelihood, as for all methods.
+- The paper's layers (10 to 25 of 32, and so on) are known for four depths; other depths use the same share as 32 layers.
+- Models of fewer than 8 layers skip fewer than 2 first layers in step 2, and windows below 1,000 tokens skip the same share of
+  the positions. Embeddings never count as a layer; the released code counts them if the number of layers is odd. Means are in
+  float32; the released code sums in float16.
+- Changing one channel adds a multiple of one row of the weights to a query or key, so nothing is projected twice. In 16 bits,
+  this sum is rounded once more.
+- A text that is scored whole (perplexity) has no predicted token after it, so its scores are the plain model's.
 
 Letters: L layers, W strings, T tokens, E embedding.
 """
@@ -51,17 +53,22 @@ from lpes_jax.models.llama.method import Channel, Method, of_channel, of_table
 from lpes_jax.models.llama.model import Llama, check_ids, states_after_layers
 
 FACTORS = (0.0, 0.5, -0.5, -1.0)
-_LAYERS = {28: (10, 23), 32: (10, 26), 40: (10, 35), 48: (10, 43)}  # the paper's, by depth
+_LAYERS = {28: (10, 23), 32: (10, 26), 40: (10, 35), 48: (10, 43)}  # the paper's (first, end), by depth
 _LENGTH = 1000
 _CHARACTERS = np.array(list(string.digits + string.ascii_letters + string.punctuation))
 _STRINGS_AT_ONCE = 4
 
 
 def hidden_channel(channel: int, factor: float = 0.0, layers: tuple[int, int] | None = None) -> Maker:
-    """Channel number `channel` times `factor`, in the layers from the first of `layers` up to the second (None: middle ones).
+    """Scale one channel. A factor of 1 is the plain model, bit for bit.
 
-    A factor of 1 is the plain model, bit for bit. Raises UserError for a factor that is not finite; the maker does for a
-    channel or layers that the model does not have.
+    Args:
+        channel: The channel's index.
+        factor: Its multiplier.
+        layers: (first, end) of the layers; None means the middle layers.
+
+    Raises:
+        UserError: The factor is not finite. From the maker: the model lacks the channel or the layers.
     """
     if not np.isfinite(factor):
         raise UserError(f"hidden channel: the factor must be a finite number, got {factor}")
@@ -71,13 +78,13 @@ def hidden_channel(channel: int, factor: float = 0.0, layers: tuple[int, int] | 
         if not 0 <= channel < config.hidden_size:
             raise UserError(f"hidden channel: the model's channels are 0 to {config.hidden_size - 1}, got {channel}")
         if not 0 <= first < end <= config.num_layers:
-            raise UserError(f"hidden channel: layers {first} to {end} are not some of the model's {config.num_layers}")
+            raise UserError(f"hidden channel: layers {first} to {end} are not within the model's {config.num_layers}")
         table = config.rope_table(length)
         if factor == 1:
             return of_table(table)
-        of_layer = np.ones(config.num_layers, np.float32)
-        of_layer[first:end] = factor
-        scaled = Channel(jnp.full(config.num_layers, channel, jnp.int32), jnp.asarray(of_layer))
+        factors = np.ones(config.num_layers, np.float32)
+        factors[first:end] = factor
+        scaled = Channel(jnp.full(config.num_layers, channel, jnp.int32), jnp.asarray(factors))
         return of_channel(scaled, table)
 
     return make
@@ -96,15 +103,16 @@ def choices(tuning: Tuning) -> list[Choice]:
 
 
 def middle_layers(num_layers: int) -> tuple[int, int]:
-    """The first layer that is changed, and the first behind those."""
-    first, end = (at * num_layers // 32 for at in _LAYERS[32])
+    """The first layer that is changed, and the first one after the changed layers."""
+    first, end = (layer * num_layers // 32 for layer in _LAYERS[32])
     return _LAYERS.get(num_layers, (first, max(end, first + 1)))
 
 
 def positional_channels(model: Llama, tokenizer: Any, seed: int, count: int = 10, strings: int = 200) -> list[int]:
     """At most `count` positional channels, the smoothest first: steps 1 to 3.
 
-    Raises UserError where the model has none, for ids that it does not have, and where its hidden states are not finite.
+    Raises:
+        UserError: The model has none, its vocabulary lacks a token id, or its hidden states are not finite.
     """
     if min(count, strings) < 1:
         raise UserError(f"hidden channel: count and strings must be at least 1, got {count} and {strings}")
@@ -126,7 +134,7 @@ def positional_channels(model: Llama, tokenizer: Any, seed: int, count: int = 10
 
 def mean_states(model: Llama, tokens: Int[np.ndarray, "W T"]) -> Float[np.ndarray, "L T E"]:
     """The hidden states after each layer, before the last norm, averaged over strings; float32."""
-    parts = [tokens[at : at + _STRINGS_AT_ONCE] for at in range(0, len(tokens), _STRINGS_AT_ONCE)]
+    parts = [tokens[start : start + _STRINGS_AT_ONCE] for start in range(0, len(tokens), _STRINGS_AT_ONCE)]
     total = sum((_sum_of_states(model, jnp.asarray(part)) for part in parts[1:]), _sum_of_states(model, jnp.asarray(parts[0])))
     return np.asarray(total) / len(tokens)
 
@@ -143,10 +151,10 @@ def rank_channels(states: Float[np.ndarray, "L T E"], count: int) -> list[int]:
     rising, falling = np.zeros((num_layers, width), bool), np.zeros((num_layers, width), bool)
     roughness = np.full((num_layers, width), np.inf)
     for layer in range(min(2, num_layers // 4), num_layers - 1):
-        fitted, curve = (states[layer, at * length // 10 :].astype(np.float64) for at in (3, 2))
+        fitted, curve = (states[layer, tenths * length // 10 :].astype(np.float64) for tenths in (3, 2))
         varies = np.ptp(fitted, axis=0) > 0
-        places = np.linspace(-1, 1, len(fitted))
-        steps = np.diff(np.vander(places, 4) @ np.polyfit(places, fitted, 3), axis=0)
+        positions = np.linspace(-1, 1, len(fitted))
+        steps = np.diff(np.vander(positions, 4) @ np.polyfit(positions, fitted, 3), axis=0)
         rising[layer], falling[layer] = varies & (steps >= 0).all(axis=0), varies & (steps <= 0).all(axis=0)
         curve = (curve - curve.min(axis=0)) / np.where(varies, np.ptp(curve, axis=0), 1)
         bends = np.diff(np.diff(np.asarray(savgol_filter(curve, 10, 3, axis=0)), axis=0), axis=0)

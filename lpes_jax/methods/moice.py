@@ -1,13 +1,14 @@
 """MoICE (Lin et al., arXiv 2406.19598; code in p1nksnow/MoICE): several RoPE bases in every head, mixed by a router.
 
-What the original does, in every layer: queries and keys are rotated with each of seven bases, and attention runs
-for each. The router, one per layer and shared by its heads, sees a head's query after rotation with the first base:
+The original works as follows in every layer. Queries and keys are rotated with each of seven bases, and attention runs for
+each. The router, one per layer and shared by its heads, reads a head's query after rotation with the first base:
 
     weights = softmax(W2 (silu(W1 q) x W3 q)),  W1, W3: D -> 7,  W2: 7 -> 7, no bias
 
-of which the top k are kept and renormalised (7 of 7 in its training script). The attention outputs are summed with them. The
-router alone is trained: the loss of a language model on all tokens of OpenHermes conversations, 7 steps of 128 of them, AdamW
-at a constant 1e-4 without weight decay, gradients clipped to norm 1, from the random start of a torch linear layer.
+The top k weights are kept and renormalised (7 of 7 in its training script), and the attention outputs are summed with them.
+Only the router is trained: with the language-model loss on all tokens of OpenHermes conversations, 7 steps of 128 of them,
+AdamW at a constant 1e-4 without weight decay, gradients clipped to norm 1, from the random initialisation of a torch linear
+layer.
 
     windows = text_windows(Path("conversations.txt"), model, tokenizer, seed=0, length=1024, most=896)
     router, losses = train_router(model, windows)
@@ -15,13 +16,14 @@ at a constant 1e-4 without weight decay, gradients clipped to norm 1, from the r
     make = moice(Router.load(Path("router.safetensors")))
 
 Where we differ:
-- A base of 10,000 means the model's own theta, and the others stand to it as there: the original's are for Llama 2, whose theta
-  that is. A RoPE type of the model's (llama3, yarn) stays as it is, around another theta.
-- The router's weights and its sums are float32 for every model; the original's are bfloat16, where a step of 1e-4 may be lost.
-- The original adds 0.3 x the balance loss of Switch Transformers. With all bases chosen that is a constant without gradient, so
-  it is left out; with fewer it would matter, and is left out too.
-- Its batches are conversations of any length up to 4,608 tokens, with BOS written three times; ours are windows of one length,
-  used again in a new order where there are fewer than the steps need.
+- A base of 10,000 means the model's own theta, and the others scale with it: the original's are for Llama 2, whose theta is
+  10,000. The model's RoPE type (llama3, yarn) is kept, with another theta.
+- The router's weights and sums are float32 for every model; the original's are bfloat16, in which a step of 1e-4 may be lost.
+- The original adds 0.3 x the balance loss of Switch Transformers. If all bases are chosen, this is a constant without gradient.
+  We omit it, also for fewer bases, where it would matter.
+- The original's batches are conversations of any length up to 4,608 tokens, with BOS written three times. Ours are windows of
+one
+  length, reused in a new order if there are fewer than the steps need.
 - Bases run one after the other, so memory is that of one; the original folds them into the batch. Both keep unrotated keys and
   rotate the whole cache with every base for each new token.
 
@@ -62,7 +64,7 @@ _LEAVES = ("w1", "w2", "w3")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Router:
-    """The routers of all layers, weights stored as [in, out], and the bases that they choose from."""
+    """The routers of all layers, with weights stored as [in, out], and the bases that they choose from."""
 
     w1: Float[Array, "*layers D n"]
     w2: Float[Array, "*layers n n"]
@@ -71,7 +73,7 @@ class Router:
 
     @classmethod
     def init(cls, key: jax.Array, config: LlamaConfig, bases: Sequence[float] = BASES) -> "Router":
-        """Uniform within 1 / sqrt(inputs), as torch's linear layers start. Raises UserError for bases that cannot be."""
+        """Uniform within 1 / sqrt(inputs), like torch's linear layers. Raises UserError for bases that are not positive."""
         if not bases or not all(0 < base < math.inf for base in bases):
             raise UserError(f"MoICE: bases must be one or more positive numbers, got {list(bases)!r:.60}")
         count, inputs = len(bases), (config.head_dim, len(bases), config.head_dim)
@@ -82,14 +84,14 @@ class Router:
         return cls(*weights, bases=tuple(map(float, bases)))
 
     def save(self, path: Path) -> None:
-        """One safetensors file, with the bases in its metadata; a kill leaves no half file under this name."""
+        """Write one safetensors file, with the bases in its metadata, atomically."""
         tensors = {name: np.asarray(getattr(self, name)) for name in _LEAVES}
         with replacing(path) as part:
             save_file(tensors, part, metadata={"bases": json.dumps(self.bases)})
 
     @classmethod
     def load(cls, path: Path) -> "Router":
-        """From what `save` wrote. Raises UserError for anything else."""
+        """Read what `save` wrote. Raises UserError for anything else."""
         try:
             with safe_open(path, framework="numpy") as file:
                 weights = {name: jnp.asarray(file.get_tensor(name), jnp.float32) for name in _LEAVES}
@@ -97,25 +99,26 @@ class Router:
         except FileNotFoundError:
             raise UserError(f"{path}: no such file; train a router first") from None
         except (SafetensorError, OSError, KeyError, TypeError, ValueError, UserError) as error:
-            raise UserError(f"{path}: not a router of MoICE ({error!s:.80}); train it anew") from error
+            raise UserError(f"{path}: not a router of MoICE ({error!s:.80}); train it again") from error
         layers, dim, count = (*weights["w1"].shape, 0, 0, 0)[:3]
         wanted = {"w1": (layers, dim, count), "w2": (layers, count, count), "w3": (layers, dim, count)}
         if any(weights[name].shape != wanted[name] for name in _LEAVES) or count != len(bases):
-            raise UserError(f"{path}: not a router of MoICE (weights that do not fit each other or its bases); train it anew")
+            raise UserError(f"{path}: not a router of MoICE (its weights and bases do not fit each other); train it again")
         return cls(**weights, bases=bases)
 
 
 class Experts(NamedTuple):
-    """What a layer is told: the frequencies of each base, and its router."""
+    """A layer's parameters: the frequencies of each base, and its router."""
 
     inv_freq: Float[Array, "*layers n G half"]
     router: Router
 
 
 def moice(router: Router, top_k: int | None = None) -> Maker:
-    """MoICE with a trained router; each token's `top_k` likeliest bases are mixed (None: all of them).
+    """MoICE with a trained router; each token mixes its `top_k` likeliest bases (None: all).
 
-    Raises UserError for a `top_k` that is not 1 to n; the maker does for a model that the router is not of.
+    Raises:
+        UserError: `top_k` is not 1 to n. From the maker: the router does not belong to the model.
     """
     count = len(router.bases)
     if top_k is not None and not 1 <= top_k <= count:
@@ -125,7 +128,7 @@ def moice(router: Router, top_k: int | None = None) -> Maker:
         if router.w1.shape[:2] != (config.num_layers, config.head_dim):
             layers, dim, _ = router.w1.shape
             raise UserError(
-                f"MoICE: the router is of {layers} layers with heads of {dim}, the model has {config.num_layers} with heads of "
+                f"MoICE: the router has {layers} layers with heads of {dim}, the model has {config.num_layers} with heads of "
                 f"{config.head_dim}; train a router for this model"
             )
         thetas = [config.rope.rope_theta * base / 10_000 for base in router.bases]
@@ -140,7 +143,7 @@ def moice(router: Router, top_k: int | None = None) -> Maker:
 
 
 def choices(tuning: Tuning) -> list[Choice]:
-    """The router that was given, or one that is trained here."""
+    """The given router, or one that is trained here."""
     if tuning.router is not None:
         return [Choice(str(tuning.router), moice(Router.load(tuning.router)))]
     windows = tuning.text(min(512, tuning.model.config.max_position_embeddings))
@@ -150,7 +153,7 @@ def choices(tuning: Tuning) -> list[Choice]:
 
 @dataclass(frozen=True)
 class MixedBases:
-    """Attention with every base, the outputs mixed by the router. It has no state."""
+    """Attention with every base, with outputs mixed by the router. It has no state."""
 
     top_k: int
 
@@ -162,7 +165,7 @@ class MixedBases:
         v: Float[Array, "B T K D"],
         lengths: Int[Array, "B"],
     ) -> tuple[Float[Array, "B T H D"], None]:
-        """As `Attention`'s."""
+        """See `Attention`."""
         positions = jnp.arange(q.shape[1])
         return self._mixed(layer, q, k, positions, positions, partial(causal_attention, v=v)), None
 
@@ -175,12 +178,18 @@ class MixedBases:
         v: Float[Array, "B S K D"],
         positions: Int[Array, "B"],
     ) -> Float[Array, "B 1 H D"]:
-        """As `Attention`'s."""
+        """See `Attention`."""
         attend = partial(cached_attention, v=v, lengths=positions + 1)
         return self._mixed(layer, q, k, positions[:, None], jnp.arange(k.shape[1]), attend)
 
     def _mixed(
-        self, layer: Layer, q: Array, k: Array, of_q: Array, of_k: Array, attend: Callable[..., Float[Array, "B T H D"]]
+        self,
+        layer: Layer,
+        q: Array,
+        k: Array,
+        q_positions: Array,
+        k_positions: Array,
+        attend: Callable[..., Float[Array, "B T H D"]],
     ) -> Float[Array, "B T H D"]:
         experts: Experts = layer.parameters
         wide = np.promote_types(q.dtype, jnp.float32)
@@ -188,20 +197,20 @@ class MixedBases:
         def rotated(x: Array, inv_freq: Float[Array, "G half"], positions: Array) -> Array:
             return rotate(x, *cos_sin(inv_freq, layer.attention_scaling, positions))
 
-        @partial(jax.checkpoint, prevent_cse=False)  # a gradient holds the attention of one base at a time
+        @partial(jax.checkpoint, prevent_cse=False)  # so that a gradient holds the attention of one base at a time
         def add(total: Array, expert: tuple[Array, Array]) -> tuple[Array, None]:
             inv_freq, weight = expert
-            out = attend(rotated(q, inv_freq, of_q), rotated(k, inv_freq, of_k))
+            out = attend(rotated(q, inv_freq, q_positions), rotated(k, inv_freq, k_positions))
             return total + weight[..., None] * out.astype(wide), None
 
-        weights = routing_weights(experts.router, rotated(q, experts.inv_freq[0], of_q), self.top_k).astype(wide)
+        weights = routing_weights(experts.router, rotated(q, experts.inv_freq[0], q_positions), self.top_k).astype(wide)
         total = jnp.zeros(q.shape, wide)
         total, _ = jax.lax.scan(add, total, (experts.inv_freq, jnp.moveaxis(weights, -1, 0)))
         return total.astype(q.dtype)
 
 
 def routing_weights(router: Router, q: Float[Array, "B T H D"], top_k: int) -> Float[Array, "B T H n"]:
-    """The share of each base in the output of each head of each token; `router` is of one layer, `q` rotated."""
+    """The share of each base in the output of each head of each token; `router` is one layer's, `q` is rotated."""
     product = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
     q = q.astype(router.w1.dtype)
     weights = jax.nn.softmax(product(jax.nn.silu(product(q, router.w1)) * product(q, router.w3), router.w2), axis=-1)
@@ -224,12 +233,25 @@ def train_router(
     seed: int = 0,
     on_step: Callable[[int, float], None] = lambda step, loss: None,
 ) -> tuple[Router, list[float]]:
-    """A router for a model that stays as it is, and the loss of each step before it was taken, in nats a token.
+    """Train a router. The model's own weights stay unchanged.
 
-    `windows` are token ids of text, `batch` of which make a step, drawn without replacement until all have been used.
-    `microbatch` windows are in memory at once; that changes no result. `on_step` is told each step, from 1, and its loss.
+    Args:
+        model: The model.
+        windows: Token ids of text. Batches are drawn without replacement until all windows have been used.
+        bases: The bases to mix.
+        top_k: Bases per token; None means all.
+        steps: Steps of AdamW.
+        batch: Windows per step.
+        microbatch: Windows in memory at once; it changes no result.
+        learning_rate: Of AdamW.
+        seed: Seed of the order and of the start.
+        on_step: Called with each step's number, from 1, and its loss.
 
-    Raises UserError for counts that cannot be, for windows that are no ids of the model, and where the loss is not finite.
+    Returns:
+        The router, and the loss before each step in nats per token.
+
+    Raises:
+        UserError: A count is out of range, a window has ids outside the vocabulary, or the loss is not finite.
     """
     if min(steps, batch, microbatch) < 1 or not learning_rate > 0:
         raise UserError("MoICE: steps, batch and microbatch must be at least 1, and the learning rate above 0")
@@ -244,8 +266,8 @@ def train_router(
     start = Router.init(jax.random.key(seed), model.config, bases)
     weights = start.w1, start.w2, start.w3
     moments, losses = _optimizer(learning_rate).init(weights), []
-    for step, at in enumerate(order.reshape(steps, -1, math.gcd(batch, microbatch)), start=1):
-        tokens = jnp.asarray(windows[at], jnp.int32)
+    for step, indices in enumerate(order.reshape(steps, -1, math.gcd(batch, microbatch)), start=1):
+        tokens = jnp.asarray(windows[indices], jnp.int32)
         weights, moments, loss = _step(model, weights, moments, tokens, start.bases, top_k, learning_rate)
         losses.append(float(loss))
         if not math.isfinite(losses[-1]):

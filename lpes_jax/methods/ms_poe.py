@@ -1,25 +1,28 @@
-"""Ms-PoE (arXiv:2403.04797): every head divides its positions by a ratio of its own, chosen anew for each prompt.
+"""Ms-PoE (arXiv:2403.04797): every head divides its positions by its own ratio, which is chosen for each prompt.
 
-What the original (VITA-Group/Ms-PoE) does, in all layers but the first two: the attention of the prompt is computed once from
-queries and keys that are not rotated. A head's sensitivity is the fraction of keys to which the last query gives more than
-3 times its mean weight. The heads in order of falling sensitivity get rising ratios, from 1.2 to 1.8: what finds its keys
-without positions keeps them sharpest. The ratios then hold for the whole answer.
+The original (VITA-Group/Ms-PoE) works as follows in all layers except the first two. The attention of the prompt is computed
+once from queries and keys that are not rotated. A head's sensitivity is the fraction of keys to which the last query gives more
+than 3 times its mean weight. Heads in order of falling sensitivity get rising ratios, from 1.2 to 1.8, so heads that find their
+keys without positions keep the sharpest positions. The ratios then hold for the whole answer.
 
-    paper     head of rank i (0 the most sensitive) gets r_min + (r_max - r_min) i / (K - 1): what the paper says
+    paper     the head of rank i (0 is the most sensitive) gets r_min + (r_max - r_min) i / (K - 1), as in the paper
     original  the released code: head h gets ratio number argsort(-sensitivity)[h], the inverse permutation of the rank (its
               issue 8), and i / K in place of i / (K - 1), so that r_max is never reached
-    fixed     the released `--head_type normal`: head h gets ratio number K - 1 - h of that table; no statistics
+    fixed     the released `--head_type normal`: head h gets ratio number K - 1 - h of that table, without statistics
 
 Where we differ:
-- Grouped queries. A key that is shared by heads of different ratios leaves no function of m - n. The original does that; we
-  rank KV groups, K of them, by the mean sensitivity of their heads, and a group's queries and key have one ratio. `original`
-  is refused for such models. Without grouped queries K = H and this is the paper.
-- Only the last query's row is computed, which is all that the statistic reads; the original computes the whole matrix. It
-  computes the statistic in float32 (the original rounds the weights to 16 bits), over the prompt alone, row by row, and nothing
-  is kept from one prompt to the next. Equal sensitivities keep the order of the heads.
-- The cache holds keys before rotation, as with every replaced attention, and a decode step rotates them anew; the original
-  caches them rotated.
-- Text that is scored whole (perplexity) has its last token as the last query, so every position knows the text through it.
+- Grouped queries. If heads with different ratios share a key, the logits are not a function of m - n. The original allows that.
+We
+  rank the K KV groups by the mean sensitivity of their heads; the queries and the key of a group share one ratio. `original` is
+  refused for such models. Without grouped queries K = H, and this is the paper's method.
+- We compute only the last query's row, which is all that the statistic reads; the original computes the whole matrix. We
+compute
+  the statistic in float32 (the original rounds the weights to 16 bits), over the prompt only, row by row, and keep nothing from
+  one prompt to the next. Equal sensitivities keep the order of the heads.
+- The cache holds keys before rotation, as for every replaced attention, and a decode step rotates them again; the original
+  caches rotated keys.
+- In a text that is scored whole (perplexity) the last token is the last query, so every position depends on the text through
+it.
 
 Letters: B batch, T queries, S keys, H heads, K key-value heads, D head dim.
 """
@@ -47,7 +50,8 @@ _OUTLIER = 3  # times the mean weight
 def ms_poe(mode: Mode = "paper", min_ratio: float = 1.2, max_ratio: float = 1.8, first_layer: int = 2) -> Maker:
     """Ms-PoE with ratios of `min_ratio` to `max_ratio` in the layers from `first_layer` on.
 
-    Raises UserError for ratios that are not positive and rising; the maker does for models that the mode is not defined for.
+    Raises:
+        UserError: The ratios are not positive and rising. From the maker: the mode is not defined for the model.
     """
     if not 0 < min_ratio <= max_ratio < np.inf:
         raise UserError(f"Ms-PoE: ratios must be above 0 and rise, got {min_ratio} to {max_ratio}")
@@ -56,7 +60,7 @@ def ms_poe(mode: Mode = "paper", min_ratio: float = 1.2, max_ratio: float = 1.8,
         if mode == "original" and config.num_heads != config.num_kv_heads:
             raise UserError(
                 f"Ms-PoE as released is not defined where {config.num_heads} heads share {config.num_kv_heads} keys: a key and "
-                "its queries would be scaled differently; take the mode `paper`, which ranks the KV groups"
+                "its queries would be scaled differently; use the mode `paper`, which ranks the KV groups"
             )
         return of_attention("Ms-PoE", HeadScaling(mode, min_ratio, max_ratio, first_layer), config, length)
 
@@ -74,7 +78,7 @@ def choices(tuning: Tuning) -> list[Choice]:
 
 @dataclass(frozen=True)
 class HeadScaling:
-    """Attention with one ratio for each KV group. Its state are the ratios, `[B, K]`."""
+    """Attention with one ratio per KV group. Its state is the ratios, `[B, K]`."""
 
     mode: Mode
     min_ratio: float
@@ -89,7 +93,7 @@ class HeadScaling:
         v: Float[Array, "B T K D"],
         lengths: Int[Array, "B"],
     ) -> tuple[Float[Array, "B T H D"], Float[Array, "B K"]]:
-        """As `Attention`'s."""
+        """See `Attention`."""
         ratios = jnp.where(layer.number >= self.first_layer, self._ratios(layer, q, k, lengths), 1)
         positions = jnp.broadcast_to(jnp.arange(q.shape[1]), q.shape[:2])
         return causal_attention(_rotated(q, layer, ratios, positions), _rotated(k, layer, ratios, positions), v), ratios
@@ -103,7 +107,7 @@ class HeadScaling:
         v: Float[Array, "B S K D"],
         positions: Int[Array, "B"],
     ) -> Float[Array, "B 1 H D"]:
-        """As `Attention`'s."""
+        """See `Attention`."""
         entries = jnp.broadcast_to(jnp.arange(k.shape[1]), k.shape[:2])
         q = _rotated(q, layer, state, positions[:, None])
         return cached_attention(q, _rotated(k, layer, state, entries), v, positions + 1)
@@ -121,9 +125,9 @@ class HeadScaling:
 
 
 def outliers(q: Float[Array, "B T H D"], k: Float[Array, "B T K D"], lengths: Int[Array, "B"]) -> Int[Array, "B K"]:
-    """Keys that get more than 3 times the mean weight from a prompt's last query, nothing rotated, over all heads of a group.
+    """The number of keys to which a prompt's last query gives more than 3 times the mean weight, summed over a group's heads.
 
-    As an order of groups this is the mean of their heads' fractions: all of them have as many heads and keys.
+    Nothing is rotated. The order of groups equals that of their heads' mean fractions, because all have as many heads and keys.
     """
     last = jnp.take_along_axis(q, (lengths - 1)[:, None, None, None], axis=1)
     last = last.reshape(len(q), k.shape[2], -1, q.shape[-1])

@@ -2,18 +2,18 @@
 
 A query at m meets a key at n
 
-    m - n < w    rotated by m - n, as ever: the neighbours, the query itself among them
+    m - n < w    rotated by m - n, unchanged: the neighbours, including the query itself
     else         by  m // g + w - w // g  -  n // g:  positions in groups of g, shifted so that the two regions meet
 
-and one softmax goes over both. So a text of T tokens needs distances of w + (T - w) / g at most: with the default g = 8 and
-w = 1024 a model of 4,096 trained positions reads about 25,000. Up to w tokens, and with g = 1, this is the plain model.
+and one softmax covers both. A text of T tokens therefore needs distances of w + (T - w) / g at most. With the default g = 8 and
+w = 1024, a model of 4,096 trained positions reads about 25,000. Up to w tokens, and with g = 1, this is the plain model.
 
-The paper's algorithm and its code (datamllab/LongLM) do the same, the code for one prompt at a time; its eager version shifts
-by w - w / g, which is the same where g divides w. Its option to scale queries by the logarithm of the position is left out.
+The paper's algorithm and its code (datamllab/LongLM) do the same, the code for one prompt at a time. Its eager version shifts
+by w - w / g, which is the same if g divides w. Its option to scale queries by the logarithm of the position is not implemented.
 
-A prompt of at most w tokens takes the model's own attention. A longer one is attended to a block of queries at a time, with the
-logits of its near and of all far keys side by side; cuDNN has no kernel for it, and none is used. In a decode step every cached
-key is rotated once, to where it stands as seen by the query.
+A prompt of at most w tokens uses the model's own attention. A longer one is processed one block of queries at a time, with the
+logits of its near keys and of all far keys side by side. No cuDNN kernel is used, because none supports this. A decode step
+rotates every cached key once, by its distance from the query.
 
 Letters: B batch, T queries, S keys, H heads, K key-value heads (G = H / K heads share one), D head dim.
 """
@@ -33,11 +33,11 @@ from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.method import Layer, Method, of_attention
 from lpes_jax.rope import cos_sin, rotate
 
-_BLOCK = 128  # queries whose logits are in memory together
+_BLOCK = 128  # queries whose logits are in memory at once
 
 
 def self_extend(group: int = 8, window: int = 1024) -> Maker:
-    """Self-Extend with positions in groups of `group` beyond the last `window` keys. Raises UserError where one is below 1."""
+    """Self-Extend with positions in groups of `group` beyond the last `window` keys. Raises UserError if one is below 1."""
     for name, value in (("group", group), ("window", window)):
         if value < 1:
             raise UserError(f"Self-Extend: {name} must be at least 1, got {value}")
@@ -49,14 +49,14 @@ def self_extend(group: int = 8, window: int = 1024) -> Maker:
 
 
 def choices(tuning: Tuning) -> list[Choice]:
-    """Windows from small to large, and groups in each."""
+    """Windows from small to large, each with several groups."""
     sizes = [(group, window) for window in (128, 256, 512, 1024) for group in (2, 4, 8)][: tuning.budget]
     return [Choice(f"group {group}, window {window}", self_extend(group, window)) for group, window in sizes]
 
 
 @dataclass(frozen=True)
 class GroupedPositions:
-    """Attention over a window of exact distances and grouped ones beyond. It has no state."""
+    """Attention with exact distances within a window and grouped distances beyond. It has no state."""
 
     group: int
     window: int
@@ -69,12 +69,12 @@ class GroupedPositions:
         v: Float[Array, "B T K D"],
         lengths: Int[Array, "B"],
     ) -> tuple[Float[Array, "B T H D"], None]:
-        """As `Attention`'s."""
+        """See `Attention`."""
         positions = jnp.arange(q.shape[1])
-        near_q, near_k = _at(q, layer, positions), _at(k, layer, positions)
+        near_q, near_k = _rotated(q, layer, positions), _rotated(k, layer, positions)
         if q.shape[1] <= self.window:
             return causal_attention(near_q, near_k, v), None
-        far_q, far_k = _at(q, layer, self._grouped(positions)), _at(k, layer, positions // self.group)
+        far_q, far_k = _rotated(q, layer, self._grouped(positions)), _rotated(k, layer, positions // self.group)
         return two_regions(near_q, near_k, far_q, far_k, v, self.window), None
 
     def decode(
@@ -86,11 +86,11 @@ class GroupedPositions:
         v: Float[Array, "B S K D"],
         positions: Int[Array, "B"],
     ) -> Float[Array, "B 1 H D"]:
-        """As `Attention`'s."""
+        """See `Attention`."""
         here, entries = positions[:, None], jnp.arange(k.shape[1])[None, :]
         far = here - (self._grouped(here) - entries // self.group)
-        seen_at = jnp.where(here - entries < self.window, entries, far)
-        return cached_attention(_at(q, layer, here), _at(k, layer, seen_at), v, positions + 1)
+        seen = jnp.where(here - entries < self.window, entries, far)
+        return cached_attention(_rotated(q, layer, here), _rotated(k, layer, seen), v, positions + 1)
 
     def _grouped(self, queries: Int[Array, "*any"]) -> Int[Array, "*any"]:
         return queries // self.group + self.window - self.window // self.group
@@ -104,7 +104,7 @@ def two_regions(
     v: Float[Array, "B T K D"],
     window: int,
 ) -> Float[Array, "B T H D"]:
-    """Causal attention whose logits are near_q near_k for the last `window` keys of a query, and far_q far_k before them."""
+    """Causal attention with logits near_q near_k for the last `window` keys of a query, and far_q far_k for those before."""
     batch, length, heads, head_dim = near_q.shape
     block = min(_BLOCK, length)
     rows = block * -(-length // block)
@@ -115,7 +115,7 @@ def two_regions(
         q = jnp.pad(q, ((0, 0), (0, rows - length), (0, 0), (0, 0)))
         return jnp.moveaxis(q.reshape(batch, -1, block, v.shape[2], heads // v.shape[2], head_dim), 1, 0)
 
-    # Room before the first key and behind the last, so that the near keys of every block are a slice of one size.
+    # Padding before the first key and after the last, so that the near keys of every block are a slice of one size.
     near_k, near_v = (jnp.pad(part, ((0, 0), (window - 1, rows - length), (0, 0), (0, 0))) for part in (near_k, v))
 
     def attend(inputs: tuple[Array, Array, Array]) -> Array:
@@ -137,5 +137,5 @@ def two_regions(
     return jnp.moveaxis(out, 0, 1).reshape(batch, rows, heads, head_dim)[:, :length]
 
 
-def _at(x: Float[Array, "B T heads D"], layer: Layer, positions: Int[Array, "*rows T"]) -> Float[Array, "B T heads D"]:
+def _rotated(x: Float[Array, "B T heads D"], layer: Layer, positions: Int[Array, "*rows T"]) -> Float[Array, "B T heads D"]:
     return rotate(x, *cos_sin(layer.inv_freq, layer.attention_scaling, positions))

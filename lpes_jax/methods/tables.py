@@ -1,8 +1,9 @@
-"""The methods that are one RoPE table: they cost what the plain model costs.
+"""The methods that are a single RoPE table: they cost as much as the plain model.
 
-Each starts from the model's own RoPE, theta and all. A table is made once for a call, for its longest text (`lpes_jax.rope`
-says why): no key is rotated by an older one. Where the model's RoPE has a type already, interpolation and LPES divide the
-frequencies that it gives; the other methods rebuild frequencies from theta, would undo what it was trained with, and refuse.
+Each starts from the model's own RoPE, including its theta. A table is made once per call, for the longest text (see
+`lpes_jax.rope`), so all keys of a call are rotated by the same table. If the model's RoPE already has a type, interpolation and
+LPES divide the frequencies of that type. The other methods rebuild frequencies from theta, which would undo the type that the
+model was trained with; they refuse such models.
 """
 
 import math
@@ -25,10 +26,10 @@ BEYOND = ("linear", "dynamic")
 
 
 def position_interpolation(factor: float) -> Maker:
-    """Every position of every layer divided by `factor`: transformers' `linear`, bit for bit.
+    """Divide every position of every layer by `factor`: transformers' `linear`, bit for bit.
 
-    The paper (arXiv 2306.15595) fine-tunes a model with it for longer texts; here, as in the LPES paper, it is used untrained,
-    inside the window too.
+    The paper (arXiv 2306.15595) fine-tunes a model with it for longer texts. Here, as in the LPES paper, it is used without
+    training, also inside the window.
     """
     _check_factor("position interpolation", factor)
 
@@ -38,7 +39,7 @@ def position_interpolation(factor: float) -> Maker:
     return make
 
 
-uniform = position_interpolation  # the same table; its factor is tuned, on the examples that LPES is searched on
+uniform = position_interpolation  # the same table, with a factor tuned on the examples that LPES is searched on
 
 
 def mean_of(factors: LayerFactors) -> Maker:
@@ -55,8 +56,8 @@ def mean_of(factors: LayerFactors) -> Maker:
 def dynamic_ntk(factor: float) -> Maker:
     """theta' = theta (factor n/W - (factor - 1))^(R/(R-2)) for texts of n > W tokens, W the window; theta up to W.
 
-    transformers' `dynamic`. There n follows the text as it is generated while cached keys keep their old base; here n is the
-    longest text of the call, and all keys have one base. Inside the window the factor has no effect.
+    This is transformers' `dynamic`, except for n. There n follows the text as it is generated, while cached keys keep their old
+    base. Here n is the longest text of the call, and all keys have one base. Inside the window the factor has no effect.
     """
     _check_factor("dynamic NTK", factor)
 
@@ -69,7 +70,7 @@ def dynamic_ntk(factor: float) -> Maker:
 def ntk_by_base(factor: float) -> Maker:
     """theta' = theta factor^(R/(R-2)) at every length: the lowest frequency is divided by `factor`, the highest kept.
 
-    "NTK-aware" scaling as it was first proposed (2023, for Llama without fine-tuning), before it was made dynamic.
+    "NTK-aware" scaling as first proposed (2023, for Llama without fine-tuning), before the dynamic version.
     """
     _check_factor("NTK by base", factor)
 
@@ -87,18 +88,18 @@ def yarn(
     beta_fast: float = 32.0,
     beta_slow: float = 1.0,
 ) -> Maker:
-    """Frequencies that turn often in the window are kept, slow ones divided by `factor`, a ramp between; at every length.
+    """Keep frequencies that turn often in the window, divide slow ones by `factor`, with a ramp in between; at every length.
 
     cos and sin are multiplied by 0.1 ln(factor) + 1 (1 for factors up to 1). The window is the model's own unless
-    `original_max_position_embeddings` gives one, in tokens. The paper (arXiv 2309.00071) fine-tunes; here it is untrained.
-    transformers' `yarn`.
+    `original_max_position_embeddings` gives one, in tokens. The paper (arXiv 2309.00071) fine-tunes; here there is no training.
+    This is transformers' `yarn`.
     """
     _check_factor("YaRN", factor)
     settings = {"factor": factor, "beta_fast": beta_fast, "beta_slow": beta_slow}
     if original_max_position_embeddings is not None:
         settings["original_max_position_embeddings"] = original_max_position_embeddings
     if not 0 < beta_slow < beta_fast < math.inf:
-        raise UserError(f"YaRN: beta_fast must be above beta_slow, and that above 0; got {beta_fast} and {beta_slow}")
+        raise UserError(f"YaRN: beta_fast must be above beta_slow, and beta_slow above 0; got {beta_fast} and {beta_slow}")
 
     def make(config: LlamaConfig, length: int) -> Method:
         return of_table(_with_rope("YaRN", config, rope_type="yarn", **settings).rope_table(length))
@@ -107,11 +108,11 @@ def yarn(
 
 
 def lpes(factors: LayerFactors, beyond: str | None = None, factor: float | None = None) -> Maker:
-    """The positions of layer l divided by its own factor (paper, Eq. 2), at every length, with the factors' gains.
+    """Divide the positions of layer l by its own factor (paper, Eq. 2), at every length, and apply the factors' gains.
 
-    Texts longer than the model's window W may be stretched as well: `beyond="linear"` divides all positions by `factor` once
-    more, `"dynamic"` takes the base of `dynamic_ntk(factor)` and divides by the layer's factor what that gives. (The authors'
-    code puts each layer's factor in the place of dynamic NTK's, where it does nothing up to W.)
+    Texts longer than the model's window W may be stretched as well. `beyond="linear"` divides all positions by `factor` again.
+    `"dynamic"` uses the base of `dynamic_ntk(factor)` and divides the result by the layer's factor. (The authors' code uses
+    each layer's factor as dynamic NTK's factor, which has no effect up to W.)
     """
     if beyond is not None and beyond not in BEYOND:
         raise UserError(f"LPES: beyond={beyond!r:.60} is not one of {', '.join(BEYOND)}")
@@ -142,7 +143,7 @@ def pi_choices(tuning: Tuning) -> list[Choice]:
 
 
 def dynamic_ntk_choices(tuning: Tuning) -> list[Choice]:
-    """One factor: inside the window none has any effect."""
+    """A single factor: inside the window it has no effect."""
     return [Choice("factor 2", dynamic_ntk(2.0))]
 
 
@@ -173,7 +174,7 @@ def _found(name: str, tuning: Tuning) -> LayerFactors:
 
 
 def _with_rope(name: str, config: LlamaConfig, **keys: Any) -> LlamaConfig:
-    """The config with other `rope_parameters`, read as those of a checkpoint are."""
+    """The config with other `rope_parameters`, read like those of a checkpoint."""
     _check_default(name, config)
     given = {"max_position_embeddings": config.max_position_embeddings, "rope_parameters": config.rope.to_hf() | keys}
     return replace(config, rope=RopeParameters.from_hf(given, name))
@@ -182,10 +183,10 @@ def _with_rope(name: str, config: LlamaConfig, **keys: Any) -> LlamaConfig:
 def _check_default(name: str, config: LlamaConfig) -> None:
     if (kind := config.rope.rope_type) != "default":
         raise UserError(
-            f"{name}: the model's RoPE is of type {kind!r} already, which this would undo; interpolation divides any RoPE"
+            f"{name}: the model's RoPE already has the type {kind!r}, which this would undo; interpolation divides any RoPE"
         )
     if config.rotary_dim < 4:
-        raise UserError(f"{name}: needs at least 4 rotated elements of a head, the model has {config.rotary_dim}")
+        raise UserError(f"{name}: needs at least 4 rotated elements per head, the model has {config.rotary_dim}")
 
 
 def _check_factor(name: str, factor: float) -> None:

@@ -1,5 +1,5 @@
-"""What a grid says: effective lengths, what is answer format and what is position, what factors change, in one sentence
-first."""
+"""The conclusions of a grid: effective lengths, losses by answer format, length and position, changes by factors, and a summary
+sentence."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,14 +10,19 @@ import numpy as np
 from lpes_jax.profile.grid import Column, Grid
 from lpes_jax.statistics import holm, mcnemar, sequential_mcnemar
 
-RULER = 0.856  # its threshold: what Llama-2-7B has at 4,096 tokens, the mean of its tasks
+RULER = 0.856  # RULER's threshold: the score of Llama-2-7B at 4,096 tokens, averaged over its tasks
 
 
 @dataclass(frozen=True)
 class Effective:
-    """Of a task and a candidate. `length`: the longest at which, and at all shorter ones, every position is above the threshold
-    with the confidence asked for; None where not even the shortest is. `lost_at`: the shortest at which some position is below
-    with that confidence; None where there is none. `estimate`: the longest by the means as they are, without bounds."""
+    """The effective length of a task for a candidate.
+
+    Attributes:
+        length: The longest length up to which every position is above the threshold, at the required confidence; None if not
+            even the shortest is.
+        lost_at: The shortest length at which some position is below the threshold, at that confidence; None if there is none.
+        estimate: Like `length`, but by the means, without bounds.
+    """
 
     length: int | None
     lost_at: int | None
@@ -25,31 +30,32 @@ class Effective:
 
 
 def effective(grid: Grid, name: str, candidate: int) -> Effective:
+    """The effective length of a task for a candidate, by its number."""
     columns = [grid.columns[name, length] for length in sorted(grid.plan.lengths)]
-    columns = [it for it in columns if it.task is not None]  # the others are too short to hold a question
-    measured = [it for it in columns if it.blocks]
+    columns = [column for column in columns if column.task is not None]  # the others are too short to hold a question
+    measured = [column for column in columns if column.blocks]
     needed = grid.plan.threshold * grid.ceiling[name][0]
-    worst = {it.length: float(it.values[:, candidate].mean(axis=0).min()) for it in measured}
-    statuses = {it.length: grid.status(it, candidate) for it in measured}
+    worst = {column.length: float(column.values[:, candidate].mean(axis=0).min()) for column in measured}
+    statuses = {column.length: grid.status(column, candidate) for column in measured}
     return Effective(
-        length=_longest(columns, lambda it: statuses.get(it.length) == "above"),
-        lost_at=next((it.length for it in measured if statuses[it.length] == "below"), None),
-        estimate=_longest(columns, lambda it: worst.get(it.length, -1.0) >= needed),
+        length=_longest(columns, lambda column: statuses.get(column.length) == "above"),
+        lost_at=next((column.length for column in measured if statuses[column.length] == "below"), None),
+        estimate=_longest(columns, lambda column: worst.get(column.length, -1.0) >= needed),
     )
 
 
 def ruler_mean(grid: Grid, candidate: int) -> int | None:
-    """RULER's own: the longest length at which, and at all shorter ones, the mean over all tasks and positions is 85.6 % or
-    more.
+    """RULER's effective length: the longest up to which the mean over all tasks and positions is at least 85.6 %.
 
-    Tasks that fail with the fact alone count with 0 there, as they do in RULER; a length counts where all others were measured.
+    Tasks that fail even without a haystack count as 0, as in RULER. A length counts only if all other tasks were measured.
     """
     means: list[float] = []
     for length in sorted(grid.plan.lengths):
         columns = [grid.columns[name, length] for name in grid.plan.tasks]
-        if any(not it.blocks and it.missing is None and grid.usable(it.name) for it in columns):
+        if any(not column.blocks and column.missing is None and grid.usable(column.name) for column in columns):
             break
-        scores = [it.values[:, candidate].mean() if it.blocks else 0.0 for it in columns if it.blocks or it.missing is None]
+        counted = [column for column in columns if column.blocks or column.missing is None]
+        scores = [column.values[:, candidate].mean() if column.blocks else 0.0 for column in counted]
         if not scores:
             continue
         means.append(float(np.mean(scores)))
@@ -69,40 +75,41 @@ def _longest(columns: Sequence[Column], holds: Callable[[Column], bool]) -> int 
 
 
 def losses(grid: Grid, column: Column, candidate: int) -> dict[str, Any]:
-    """Of a column, in 0 ... 1: what the format of the answer costs, what the length does at the best position, what the
-    position does besides; and the mean, and the worst position."""
+    """Losses of a column, in 0 ... 1: by the answer format, by the length (at the best position), and by the position; also the
+    mean, and the worst position."""
     by_position = column.values[:, candidate].mean(axis=0)
     ceiling, best, worst = grid.ceiling[column.name][0], float(by_position.max()), float(by_position.min())
-    at = int(by_position.argmin())
+    worst_slot = int(by_position.argmin())
     return {
         "answer_format": 1 - ceiling,
         "length": max(0.0, ceiling - best),
         "position": best - worst,
         "mean": float(by_position.mean()),
         "worst": worst,
-        "worst_interval": [float(column.low[candidate, at]), float(column.high[candidate, at])],
-        "worst_position": grid.plan.positions[at],
+        "worst_interval": [float(column.low[candidate, worst_slot]), float(column.high[candidate, worst_slot])],
+        "worst_position": grid.plan.positions[worst_slot],
     }
 
 
 def changes(grid: Grid) -> list[dict[str, Any]]:
-    """What the second candidate changes in each cell that was measured, on the same questions.
+    """What the second candidate changes in each measured cell, on the same questions.
 
-    Units are paired: how many it answers better, how many worse. p is McNemar's at any time (`sequential_mcnemar`), of all
-    units; p_holm after Holm's correction for all cells; p_mcnemar is the exact test of the first block alone, whose size no
-    result chose."""
+    Units are paired: counts of those that it answers better and worse. p is McNemar's anytime-valid p (`sequential_mcnemar`)
+    over all units, p_holm its Holm correction over all cells. p_mcnemar is the exact test on the first block, whose size does
+    not depend on results.
+    """
     found = []
     for column in grid.columns.values():
-        for at, position in enumerate(grid.plan.positions if column.blocks else ()):
-            difference = column.values[:, 1, at] - column.values[:, 0, at]
+        for slot, position in enumerate(grid.plan.positions if column.blocks else ()):
+            difference = column.values[:, 1, slot] - column.values[:, 0, slot]
             first = difference[: len(difference) // column.blocks]
             found.append(
                 {
                     "task": column.name,
                     "length": column.length,
                     "position": position,
-                    "before": float(column.values[:, 0, at].mean()),
-                    "after": float(column.values[:, 1, at].mean()),
+                    "before": float(column.values[:, 0, slot].mean()),
+                    "after": float(column.values[:, 1, slot].mean()),
                     "better": int((difference > 0).sum()),
                     "worse": int((difference < 0).sum()),
                     "p": sequential_mcnemar(int((difference > 0).sum()), int((difference < 0).sum())),
@@ -115,47 +122,49 @@ def changes(grid: Grid) -> list[dict[str, Any]]:
 
 
 def sentence(grid: Grid, model: str, candidate: int) -> str:
-    """What a reader should take from it."""
+    """The profile's conclusion in one sentence."""
     usable = [name for name in grid.plan.tasks if grid.usable(name)]
     if not usable:
         best = max(mean for mean, _, _ in grid.ceiling.values())
         return (
-            f"{model} answers none of these tasks even with the fact alone (at best {100 * best:.0f} %), so nothing is said of "
-            "positions."
+            f"{model} answers none of these tasks even without a haystack (at best {100 * best:.0f} %), so positions cannot be "
+            "judged."
         )
-    of_task = {name: effective(grid, name, candidate) for name in usable}
+    by_task = {name: effective(grid, name, candidate) for name in usable}
     shortest = f"{min(grid.plan.lengths):,}"
-    lengths = sorted({it.length for it in of_task.values() if it.length}, reverse=True)
-    found = [f"{length:,} tokens ({_named(of_task, lambda it, length=length: it.length == length)})" for length in lengths]
-    lost = _named(of_task, lambda it: it.length is None and it.lost_at is not None)
-    unsure = _named(of_task, lambda it: it.length is None and it.lost_at is None)
+    lengths = sorted({result.length for result in by_task.values() if result.length}, reverse=True)
+    found = [
+        f"{length:,} tokens ({_named(by_task, lambda result, length=length: result.length == length)})" for length in lengths
+    ]
+    lost = _named(by_task, lambda result: result.length is None and result.lost_at is not None)
+    unsure = _named(by_task, lambda result: result.length is None and result.lost_at is None)
     clauses = []
     if found:
-        clauses.append(f"{model} finds a fact wherever it stands in prompts of up to {', '.join(found)}")
+        clauses.append(f"{model} finds a fact at every position in prompts of up to {', '.join(found)}")
     if lost and found:
-        clauses.append(f"not even of {shortest} in {lost}")
+        clauses.append(f"in {lost} not even in prompts of {shortest} tokens")
     elif lost:
-        clauses.append(f"{model} does not find a fact wherever it stands, not even in prompts of {shortest} tokens ({lost})")
+        clauses.append(f"{model} does not find a fact at every position, not even in prompts of {shortest} tokens ({lost})")
     if unsure and clauses:
-        clauses.append(f"of {unsure} not even {shortest} tokens were decided")
+        clauses.append(f"for {unsure} not even {shortest} tokens were decided")
     elif unsure:
         clauses.append(
-            f"Whether {model} finds a fact wherever it stands in prompts of {shortest} tokens was not decided ({unsure})"
+            f"Whether {model} finds a fact at every position in prompts of {shortest} tokens was not decided ({unsure})"
         )
-    return f"{'; '.join(clauses)}, with {100 * grid.plan.confidence:g} % confidence.{_first_loss(grid, of_task, candidate)}"
+    return f"{'; '.join(clauses)}, with {100 * grid.plan.confidence:g} % confidence.{_first_loss(grid, by_task, candidate)}"
 
 
-def _named(of_task: dict[str, Effective], holds: Callable[[Effective], bool]) -> str:
-    return ", ".join(name for name, it in of_task.items() if holds(it))
+def _named(by_task: dict[str, Effective], holds: Callable[[Effective], bool]) -> str:
+    return ", ".join(name for name, result in by_task.items() if holds(result))
 
 
-def _first_loss(grid: Grid, of_task: dict[str, Effective], candidate: int) -> str:
-    lost = {name: it.lost_at for name, it in of_task.items() if it.lost_at is not None}
+def _first_loss(grid: Grid, by_task: dict[str, Effective], candidate: int) -> str:
+    lost = {name: result.lost_at for name, result in by_task.items() if result.lost_at is not None}
     if not lost:
         return ""
-    name = min(lost, key=lambda it: (lost[it], it))
+    name = min(lost, key=lambda task: (lost[task], task))
     loss = losses(grid, grid.columns[name, lost[name]], candidate)
     return (
-        f" The first to be lost is {name} at {lost[name]:,} tokens, where the fact stands at {loss['worst_position']} %: "
-        f"{100 * loss['worst']:.0f} % right, and {100 * grid.ceiling[name][0]:.0f} % with the fact alone."
+        f" The first loss is {name} at {lost[name]:,} tokens, with the fact at {loss['worst_position']} %: "
+        f"{100 * loss['worst']:.0f} % right, against {100 * grid.ceiling[name][0]:.0f} % without a haystack."
     )

@@ -1,20 +1,20 @@
-"""Tasks x lengths x positions of the fact, measured in blocks until a budget of time is spent or everything is decided.
+"""Tasks x lengths x positions of the fact, measured in blocks until the time is spent or everything is decided.
 
     grid = Grid(loaded, tasks, plan, candidates)
-    grid.ceilings(until)                    # the fact alone
+    grid.ceilings(until)                    # without a haystack
     while (column := grid.next()) and time is left for grid.seconds(column):
-        grid.add(column)                    # a block of questions more
+        grid.add(column)                    # one more block of questions
 
-A column is a task at a length: prompts that have as many tokens, answers included. It is asked in units: a haystack with a few
-questions at each position (kv, multikey_2, multikey_3), or one example at each position. All prompts of a unit begin alike as
-far as they can, and what they share is computed once (prefixes.py). The value of a unit at a position is the share of its
-questions there whose gold answer is the greedy continuation: units are independent of each other, the questions of one are not.
+A column is a task at a length: prompts with that many tokens, including answers. It is measured in units: a haystack with a few
+questions at each position (kv, multikey_2, multikey_3), or one example at each position. All prompts of a unit share as long a
+prefix as possible, which is computed once (prefixes.py). The value of a unit at a position is the share of its questions there
+whose gold answer is the greedy continuation. Units are independent of each other; the questions of a unit are not.
 
-A cell is a column's position. Its bounds are a confidence sequence over units (statistics.py), which stays valid however often
-one looks. All bounds hold together with the confidence asked for: a tenth of what may go wrong is for the ceilings, the rest
-for the cells of the tasks that can be judged by these, each in equal parts (Bonferroni). A column is `above` when the lower
-bound of every position is above the threshold's share of the upper bound of the ceiling, `below` when the upper bound of some
-position is below its share of the ceiling's lower bound, and undecided otherwise.
+A cell is a position of a column. Its bounds are a confidence sequence over units (statistics.py), which is valid at every
+sample size. All bounds hold together with the required confidence: a tenth of the error probability is for the ceilings, the
+rest for the cells of tasks that can be judged by these, in equal parts (Bonferroni). A column is `above` if the lower bound of
+every position is above the threshold's share of the ceiling's upper bound, `below` if the upper bound of some position is below
+the threshold's share of the ceiling's lower bound, and undecided otherwise.
 
 Letters: U units, C candidates, S positions.
 """
@@ -41,17 +41,17 @@ from lpes_jax.tasks import prompts as task_prompts
 from lpes_jax.tasks.key_value import KeyValue
 from lpes_jax.tasks.niah import Niah
 from lpes_jax.tasks.prompts import Prompt
-from lpes_jax.tasks.sizes import alone, of_length
+from lpes_jax.tasks.sizes import of_length, without_haystack
 from lpes_jax.tasks.variable_tracking import VariableTracking
 
 Status = Literal["above", "below", "undecided"]
-QUESTIONS = 4  # of a haystack at a position, where all items can be asked for
-UNITS = 8  # of a block
+QUESTIONS = 4  # per haystack and position, if all items can be asked for
+UNITS = 8  # per block
 MOST_UNITS = 480
-CEILING_QUESTIONS, MOST_CEILING = 20, 200  # of a task with the fact alone: of a block, and in all
-_SURE_BLOCKS = 4  # of questions with the fact alone
-_FOR_CEILINGS = 0.1  # of what may go wrong
-_GROWTH = 1.3  # seconds of a block are taken to grow as tokens to this power, where a length was not measured yet
+CEILING_QUESTIONS, MOST_CEILING = 20, 200  # of a task without a haystack: per block, and in total
+_SURE_BLOCKS = 4  # of questions without a haystack
+_FOR_CEILINGS = 0.1  # share of the error probability
+_GROWTH = 1.3  # seconds of a block are assumed to grow as tokens to this power, for lengths that are not measured yet
 
 
 def make_task(name: ProfileTask, key_length: int | None = None) -> Any:
@@ -65,7 +65,7 @@ def make_task(name: ProfileTask, key_length: int | None = None) -> Any:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured, and what counts as found: a threshold as a share of the ceiling, and a confidence."""
+    """What is measured, and what counts as found: the threshold as a share of the ceiling, and the confidence."""
 
     tasks: tuple[ProfileTask, ...]
     lengths: tuple[int, ...]
@@ -78,7 +78,7 @@ class Plan:
 
 @dataclass
 class Column:
-    """A task at a length. `missing` says why nothing was measured."""
+    """A task at a length. `missing` is the reason if nothing is measured."""
 
     name: ProfileTask
     length: int
@@ -87,8 +87,8 @@ class Column:
     blocks: int = 0
     seconds: list[float] = field(default_factory=list)  # of each block, without compiling
     compiling: float = 0.0
-    tokens: int = 0  # of all prompts, and the share of them that sharing saved
-    saved: float = 0.0
+    tokens: int = 0  # of all prompts
+    saved: float = 0.0  # share of the tokens that shared prefixes saved
     values: Float[np.ndarray, "U C S"] = field(default_factory=lambda: np.zeros((0, 0, 0)))
     low: Float[np.ndarray, "C S"] = field(default_factory=lambda: np.zeros((0, 0)))
     high: Float[np.ndarray, "C S"] = field(default_factory=lambda: np.ones((0, 0)))
@@ -99,7 +99,7 @@ class Column:
 
 
 class Grid:
-    """The columns of a plan for each candidate (the model as it is first), and their ceilings, that of the model as it is."""
+    """The columns of a plan for each candidate (the plain model first), and the tasks' ceilings, which the plain model has."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class Grid:
         batch_size: int | None = None,
     ):
         self.loaded, self.plan, self.candidates, self._batch_size = loaded, plan, candidates, batch_size
-        self.on_prompts: Callable[[int], None] = lambda count: None  # is told of (candidate, prompt) pairs that are done
+        self.on_prompts: Callable[[int], None] = lambda count: None  # gets the number of finished (candidate, prompt) pairs
         self._window = loaded.model.config.max_position_embeddings
         self.columns = {(name, length): Column(name, length) for name in plan.tasks for length in plan.lengths}
         self.ceiling: dict[str, tuple[float, float, float]] = {}
@@ -122,17 +122,17 @@ class Grid:
                 column.missing = str(error).partition("; ")[2]
 
     def prompts_of_block(self, column: Column) -> int:
-        """(candidate, prompt) pairs of a block of questions."""
+        """The number of (candidate, prompt) pairs in a block of questions."""
         return UNITS * column.questions_of_a_unit * len(self.plan.positions) * len(self.candidates)
 
     def prompts_of_first_blocks(self) -> int:
-        """Of a block for each column, and of the ceilings."""
+        """The number of these pairs in one block of every column, and in the ceilings."""
         return CEILING_QUESTIONS * len(self.plan.tasks) + sum(map(self.prompts_of_block, self.columns.values()))
 
     def ceilings(self, until: float) -> None:
-        """How often each task is answered where the fact stands alone: mean and bounds, for the model as it is.
+        """Measure how often the plain model answers each task without a haystack: mean and bounds.
 
-        A block of questions for all tasks, a few more for those that can be judged, and yet more up to a time (of `time.time`).
+        One block of questions for all tasks, a few more for those that can be judged, and more until a time (of `time.time`).
         """
         correct: dict[str, list[float]] = {name: [] for name in self.plan.tasks}
         for block in range(MOST_CEILING // CEILING_QUESTIONS):
@@ -141,12 +141,12 @@ class Grid:
                 return
             prompts: list[Prompt] = []
             for name in names:
-                task = alone(make_task(name, self.plan.key_length))
+                task = without_haystack(make_task(name, self.plan.key_length))
                 examples = task.examples("test", CEILING_QUESTIONS, self.plan.seed * 1000 + block)
                 prompts += [task.prompt(example, 0) for example in examples]
             found = self._scored(prompts, self.candidates[:1])[0][0].reshape(len(names), -1)
-            for name, of_task in zip(names, found, strict=True):
-                correct[name] += of_task.tolist()
+            for name, task_values in zip(names, found, strict=True):
+                correct[name] += task_values.tolist()
                 values = np.array(correct[name])
                 alpha = _FOR_CEILINGS * (1 - self.plan.confidence) / len(self.plan.tasks)
                 bounds, (_, low, high) = confidence_sequence(values, alpha), self.ceiling.get(name, (0.0, 0.0, 1.0))
@@ -154,69 +154,79 @@ class Grid:
 
     @property
     def alpha(self) -> float:
-        """What may go wrong with the bounds of one cell."""
-        cells = sum(it.task is not None and self.usable(it.name) for it in self.columns.values())
+        """The error probability of the bounds of one cell."""
+        cells = sum(column.task is not None and self.usable(column.name) for column in self.columns.values())
         cells *= len(self.candidates) * len(self.plan.positions)
         return (1 - _FOR_CEILINGS) * (1 - self.plan.confidence) / max(1, cells)
 
     def usable(self, name: str) -> bool:
-        """Whether the task is answered often enough with the fact alone that something can be said of positions."""
+        """Whether the task is answered often enough without a haystack that positions can be judged."""
         return self.ceiling[name][0] >= 0.5
 
     def next(self, skipped: Container[int] = ()) -> Column | None:
-        """The column that the next block is for, of those whose `id` is not in `skipped`; None where all are decided.
+        """The column of the next block, without those whose `id` is in `skipped`; None if all are decided.
 
-        First each column once, the shortest first, but none beyond a length where facts are lost; then those that decide an
-        effective length, the first undecided one of each task; then columns beyond, once; then the others that are undecided.
+        The order: each column once, the shortest first, but none beyond a length where facts are lost; then columns that decide
+        an effective length, which are the first undecided ones of each task; then columns beyond, once; then other undecided
+        ones.
         """
-        columns = [it for it in self.columns.values() if it.missing is None and self.usable(it.name) and id(it) not in skipped]
-        new = [it for it in columns if not it.blocks]
-        open_ = [it for it in columns if it.blocks and self.undecided(it) and len(it.values) < MOST_UNITS]
+        columns = [
+            column
+            for column in self.columns.values()
+            if column.missing is None and self.usable(column.name) and id(column) not in skipped
+        ]
+        new = [column for column in columns if not column.blocks]
+        undecided = [
+            column for column in columns if column.blocks and self.undecided(column) and len(column.values) < MOST_UNITS
+        ]
         groups = (
-            [it for it in new if not self._is_beyond(it)],
-            [it for it in open_ if self._decides(it)],
+            [column for column in new if not self._is_beyond(column)],
+            [column for column in undecided if self._decides(column)],
             new,
-            open_,
+            undecided,
         )
-        return min(next(filter(None, groups), []), key=lambda it: (len(it.values), it.length), default=None)
+        return min(next(filter(None, groups), []), key=lambda column: (len(column.values), column.length), default=None)
 
     def seconds(self, column: Column) -> float:
-        """What the next block of a column will take, about: as the last one, or as one of a shorter length and compiling."""
+        """The estimated seconds of a column's next block: those of the last one, or of a shorter length plus compilation."""
         if column.seconds:
             return column.seconds[-1]
-        measured = [it for it in self.columns.values() if it.seconds]
-        known = [it for it in measured if it.name == column.name] or measured
-        nearest = max(known, key=lambda it: it.length, default=None)
+        measured = [other for other in self.columns.values() if other.seconds]
+        known = [other for other in measured if other.name == column.name] or measured
+        nearest = max(known, key=lambda other: other.length, default=None)
         if nearest is None:
             return 0.0
-        return nearest.seconds[-1] * (column.length / nearest.length) ** _GROWTH + max(it.compiling for it in measured)
+        growth = (column.length / nearest.length) ** _GROWTH
+        return nearest.seconds[-1] * growth + max(other.compiling for other in measured)
 
     def seconds_of_text(self, tokens: int) -> float:
-        """What so many tokens of plain text will take, about, with all candidates, and compiling."""
-        measured = [it for it in self.columns.values() if it.seconds]
+        """The estimated seconds for so many tokens of plain text, with all candidates, including compilation."""
+        measured = [column for column in self.columns.values() if column.seconds]
         if not measured:
             return 0.0
-        read = sum(it.tokens * (1 - it.saved) for it in measured) / sum(sum(it.seconds) for it in measured)
-        return tokens / read + max(it.compiling for it in measured) * len(self.candidates)
+        read = sum(column.tokens * (1 - column.saved) for column in measured)
+        per_second = read / sum(sum(column.seconds) for column in measured)
+        return tokens / per_second + max(column.compiling for column in measured) * len(self.candidates)
 
     def add(self, column: Column) -> None:
-        """Ask a block of questions more, of all candidates."""
+        """Measure one more block of questions of a column, for all candidates."""
         started, task, asked = time.time(), column.task, column.questions_of_a_unit
         examples = task.examples("test", UNITS * asked, self.plan.seed * 1000 + column.blocks)
-        places = [task_prompts.slot(position, task.num_items) for position in self.plan.positions]
+        slots = [task_prompts.slot(position, task.num_items) for position in self.plan.positions]
         prompts = [
             task.prompt(example, slot, position)
             for example in examples
-            for slot, position in zip(places, self.plan.positions, strict=True)
+            for slot, position in zip(slots, self.plan.positions, strict=True)
         ]
         correct, tokens, saved = self._scored(prompts, self.candidates)
-        shape = (len(self.candidates), UNITS, asked, len(places))
+        shape = (len(self.candidates), UNITS, asked, len(slots))
         values = correct.reshape(shape).mean(axis=2).transpose(1, 0, 2)
         first = not column.blocks
         column.values = values if first else np.concatenate([column.values, values])
-        bounds = np.array([[confidence_sequence(cell, self.alpha) for cell in of] for of in column.values.transpose(1, 2, 0)])
+        cells = column.values.transpose(1, 2, 0)
+        bounds = np.array([[confidence_sequence(cell, self.alpha) for cell in row] for row in cells])
         low, high = bounds[..., 0], bounds[..., 1]
-        if not first:  # they hold at every look, so they hold together
+        if not first:  # the bounds hold at every sample size, so they hold together
             low, high = np.maximum(column.low, low), np.minimum(column.high, high)
         column.low, column.high, column.saved = low, high, saved
         column.blocks += 1
@@ -226,7 +236,7 @@ class Grid:
         column.seconds.append(time.time() - started - compiling)
 
     def status(self, column: Column, candidate: int) -> Status:
-        """Whether every position of a column is above the threshold, or some below."""
+        """Whether every position of a column is above the threshold, or some position below."""
         if not column.blocks:
             return "undecided"
         _, low, high = self.ceiling[column.name]
@@ -238,24 +248,24 @@ class Grid:
         return any(self.status(column, candidate) == "undecided" for candidate in range(len(self.candidates)))
 
     def _decides(self, column: Column) -> bool:
-        """Whether a candidate's effective length hangs on it: all shorter ones are above."""
+        """Whether a candidate's effective length depends on the column, because all shorter ones are above."""
         return any(
             self.status(column, candidate) == "undecided"
-            and all(self.status(it, candidate) == "above" for it in self._shorter(column))
+            and all(self.status(shorter, candidate) == "above" for shorter in self._shorter(column))
             for candidate in range(len(self.candidates))
         )
 
     def _is_beyond(self, column: Column) -> bool:
-        """Whether every candidate loses facts at a shorter length already."""
+        """Whether every candidate already loses facts at a shorter length."""
         shorter = self._shorter(column)
-        return all(any(self.status(it, number) == "below" for it in shorter) for number in range(len(self.candidates)))
+        return all(any(self.status(other, number) == "below" for other in shorter) for number in range(len(self.candidates)))
 
     def _shorter(self, column: Column) -> list[Column]:
         shorter = (self.columns[column.name, length] for length in self.plan.lengths if length < column.length)
-        return [it for it in shorter if it.task is not None]
+        return [other for other in shorter if other.task is not None]
 
     def _scored(self, prompts: Sequence[Prompt], candidates: Sequence[Candidate]) -> tuple[np.ndarray, int, float]:
-        """Is the gold answer the greedy continuation, of each candidate and prompt; the tokens of all; what sharing saved."""
+        """Whether the gold answer is the greedy continuation, per candidate and prompt; the total tokens; the share saved."""
         model, tokenizer = self.loaded.model, self.loaded.tokenizer
         encoded = task_prompts.encode(prompts, tokenizer, self._window)
         scorer = Scorer(model, encoded, batch_size=self._batch_size, individuals=UNITS * len(candidates))
@@ -264,18 +274,19 @@ class Grid:
         for number, candidate in enumerate(candidates):
             if len(bad := np.flatnonzero(~np.isfinite(scores.log_likelihood[number]))):
                 raise not_finite(model, scorer.sequences(int(bad[0])), candidate.factors, name=candidate.name)
-        return np.asarray(scores.correct, float), sum(len(it.ids) for it in encoded), scorer.tokens_saved
+        return np.asarray(scores.correct, float), sum(len(prompt.ids) for prompt in encoded), scorer.tokens_saved
 
 
 def arrays(
     candidates: Sequence[Candidate], num_layers: int
 ) -> tuple[tuple[np.ndarray, Granularity], tuple[np.ndarray | None, Granularity]]:
-    """The factors of all candidates, and their gains or None, each with its granularity; 1 where a candidate has none."""
-    used = next((it.factors for it in candidates if it.factors is not None), LayerFactors.uniform(1.0, num_layers))
+    """The factors of all candidates, and their gains or None, each with its granularity; 1 for candidates without."""
+    found = [candidate.factors for candidate in candidates]
+    used = next((factors for factors in found if factors is not None), LayerFactors.uniform(1.0, num_layers))
     ones = np.ones_like(used.factors)
-    factors = np.stack([ones if it.factors is None else it.factors.factors for it in candidates])
+    stacked = np.stack([ones if factors is None else factors.factors for factors in found])
     if used.gains is None:
-        return (factors, used.granularity), (None, "layer")
-    gains = [it.factors.gains if it.factors is not None and it.factors.gains is not None else None for it in candidates]
-    stacked = np.stack([np.ones_like(used.gains) if it is None else it for it in gains])
-    return (factors, used.granularity), (stacked, used.gains_granularity or "layer")
+        return (stacked, used.granularity), (None, "layer")
+    gains = [None if factors is None else factors.gains for factors in found]
+    stacked_gains = np.stack([np.ones_like(used.gains) if values is None else values for values in gains])
+    return (stacked, used.granularity), (stacked_gains, used.gains_granularity or "layer")

@@ -1,4 +1,4 @@
-"""What a profile leaves: the record of profile.json, the tables of profile.md and the page, and the pictures."""
+"""The files of a profile: the record of profile.json, the tables of profile.md and the page, and the plots."""
 
 import time
 from dataclasses import asdict
@@ -19,10 +19,10 @@ from lpes_jax.store.provenance import environment
 
 
 def record_of(grid: Grid, text: dict[str, Any] | None, config: dict[str, Any], started: float) -> dict[str, Any]:
-    """`profile.json`. `started`: when the run did, in seconds as `time.time` has them."""
+    """The contents of `profile.json`. `started` is the run's start, in seconds as in `time.time`."""
     plan, model = grid.plan, grid.loaded.identity["name"]
     names = {candidate.name: number for number, candidate in enumerate(grid.candidates)}
-    called = {name: model if name == BASELINE else f"{model} with {name}" for name in names}
+    titles = {name: model if name == BASELINE else f"{model} with {name}" for name in names}
     return {
         "effective_length": {
             name: {
@@ -32,8 +32,8 @@ def record_of(grid: Grid, text: dict[str, Any] | None, config: dict[str, Any], s
             }
             for name, number in names.items()
         },
-        "says": {name: sentence(grid, called[name], number) for name, number in names.items()},
-        "fact_alone": {task: {"mean": it[0], "interval": list(it[1:])} for task, it in grid.ceiling.items()},
+        "says": {name: sentence(grid, titles[name], number) for name, number in names.items()},
+        "fact_alone": {task: {"mean": mean, "interval": [low, high]} for task, (mean, low, high) in grid.ceiling.items()},
         "columns": [_column(grid, column, list(names)) for column in grid.columns.values()],
         "changes": changes(grid) if len(names) > 1 else [],
         "text_loss": text,
@@ -47,7 +47,7 @@ def record_of(grid: Grid, text: dict[str, Any] | None, config: dict[str, Any], s
 
 
 def _of_all(grid: Grid, candidate: int) -> int | None:
-    """The effective length of the task that loses facts first; None where one has none, or no task can be judged."""
+    """The smallest effective length of all tasks; None if one task has none, or no task can be judged."""
     lengths = [effective(grid, task, candidate).length for task in grid.plan.tasks if grid.usable(task)]
     known = [length for length in lengths if length is not None]
     return min(known) if known and len(known) == len(lengths) else None
@@ -56,11 +56,11 @@ def _of_all(grid: Grid, candidate: int) -> int | None:
 def _column(grid: Grid, column: Column, names: list[str]) -> dict[str, Any]:
     record: dict[str, Any] = {"task": column.name, "length": column.length}
     if not column.blocks:
-        why = column.missing or "no time was left for it"
+        why = column.missing or "no time was left"
         if not grid.usable(column.name):
-            why = f"{100 * grid.ceiling[column.name][0]:.0f} % right with the fact alone"
+            why = f"{100 * grid.ceiling[column.name][0]:.0f} % right without a haystack"
         return record | {"missing": why}
-    of_candidate = {
+    by_candidate = {
         name: {
             "status": grid.status(column, number),
             "accuracy": column.values[:, number].mean(axis=0).tolist(),
@@ -77,17 +77,17 @@ def _column(grid: Grid, column: Column, names: list[str]) -> dict[str, Any]:
         "tokens_saved": round(column.saved, 4),
         "seconds": round(sum(column.seconds), 3),
         "compiling": round(column.compiling, 3),
-        **of_candidate,
+        **by_candidate,
     }
 
 
 def draw(folder: Path, grid: Grid, record: dict[str, Any]) -> dict[str, Path]:
-    """The pictures, by their captions."""
+    """Draw the plots; returns them by caption."""
     pictures = {}
     for task in grid.plan.tasks:
         if any(grid.columns[task, length].blocks for length in grid.plan.lengths):
             caption = f"{task}: right answers in % by tokens of the prompt and position of the fact. Grey: not measured. "
-            caption += "?: not decided whether it is above the threshold."
+            caption += "?: undecided whether it is above the threshold."
             pictures[caption] = _heat_map(folder, grid, task)
     if (text := record["text_loss"]) is not None:
         title = f"Loss of plain text by position, {text['windows']} windows: {Path(text['text']).name}"
@@ -99,25 +99,25 @@ def draw(folder: Path, grid: Grid, record: dict[str, Any]) -> dict[str, Path]:
 
 
 def _heat_map(folder: Path, grid: Grid, task: ProfileTask) -> Path:
-    """The picture of a task: a map for each candidate."""
+    """The heat maps of a task, one per candidate."""
     maps, undecided, plan = {}, {}, grid.plan
     _, low, high = grid.ceiling[task]
     for number, candidate in enumerate(grid.candidates):
         accuracy = np.full((len(plan.positions), len(plan.lengths)), np.nan)
         unsure = np.zeros(accuracy.shape, bool)
-        for at, length in enumerate(plan.lengths):
+        for index, length in enumerate(plan.lengths):
             column = grid.columns[task, length]
             if column.blocks:
-                accuracy[:, at] = column.values[:, number].mean(axis=0)
+                accuracy[:, index] = column.values[:, number].mean(axis=0)
                 is_above = column.low[number] >= plan.threshold * high
-                unsure[:, at] = ~is_above & (column.high[number] >= plan.threshold * low)
+                unsure[:, index] = ~is_above & (column.high[number] >= plan.threshold * low)
         maps[candidate.name], undecided[candidate.name] = accuracy, unsure
     title = f"{grid.loaded.identity['name']}: {task}"
     return heat_maps(folder / f"heat_{task}", plan.positions, plan.lengths, maps, undecided, title)[1]
 
 
 def tables(grid: Grid, record: dict[str, Any]) -> str:
-    """What the profile says, in GitHub's markdown: the sentences first."""
+    """The profile as GitHub markdown, with the conclusions first."""
     blocks = [*record["says"].values(), *_effective_lengths(grid, record), *_losses(record)]
     missing: dict[tuple[str, str], list[str]] = {}
     for column in record["columns"]:
@@ -129,28 +129,28 @@ def tables(grid: Grid, record: dict[str, Any]) -> str:
     if record["changes"]:
         blocks += _changes(record)
     if (text := record["text_loss"]) is not None:
-        header = ["nats a token from position", *(f"{start:,}" for start in text["from_position"])]
-        lines = [[name, *(f"{loss:.3f}" for loss in of)] for name, of in text["nats_a_token"].items()]
+        header = ["nats per token from position", *(f"{start:,}" for start in text["from_position"])]
+        lines = [[name, *(f"{loss:.3f}" for loss in losses)] for name, losses in text["nats_a_token"].items()]
         blocks.append(_table(header, lines))
         blocks.append(f"Plain text: {text['text']}, {text['windows']} windows of {text['window']:,} tokens.")
     return "\n\n".join(blocks) + "\n"
 
 
 def _effective_lengths(grid: Grid, record: dict[str, Any]) -> list[str]:
-    header, lines = ["task", "fact alone, %", "reliable up to", "lost at", "by the means", "RULER's rule"], []
+    header, lines = ["task", "without haystack, %", "reliable up to", "lost at", "by the means", "RULER's rule"], []
     for name, found in record["effective_length"].items():
-        of = "" if name == BASELINE else f", {name}"
+        suffix = "" if name == BASELINE else f", {name}"
         for task in grid.plan.tasks:
-            it = found["by_task"].get(task)
-            ends = [_length(it[key]) for key in ("length", "lost_at", "estimate")] if it else ["-"] * 3
-            if it and it["length"] is None and it["lost_at"] is None:
+            result = found["by_task"].get(task)
+            ends = [_length(result[key]) for key in ("length", "lost_at", "estimate")] if result else ["-"] * 3
+            if result and result["length"] is None and result["lost_at"] is None:
                 ends[0] = "not decided"
-            lines.append([f"{task}{of}", _percent(grid.ceiling[task][0]), *ends, ""])
-        lines.append([f"all{of}", "", _length(found["reliable_up_to"]), "", "", _length(found["ruler_mean"])])
+            lines.append([f"{task}{suffix}", _percent(grid.ceiling[task][0]), *ends, ""])
+        lines.append([f"all{suffix}", "", _length(found["reliable_up_to"]), "", "", _length(found["ruler_mean"])])
     note = (
-        "Reliable up to: the longest prompts, in tokens, at which, and at all shorter ones, the worst position is above "
-        f"{100 * grid.plan.threshold:g} % of what the model answers with the fact alone. All bounds hold together with "
-        f"{100 * grid.plan.confidence:g} % confidence, however many questions were added. Lost at: the shortest at which some "
+        "Reliable up to: the longest prompts, in tokens, for which, as for all shorter ones, the worst position is above "
+        f"{100 * grid.plan.threshold:g} % of the model's score without a haystack. All bounds hold together with "
+        f"{100 * grid.plan.confidence:g} % confidence, for any number of questions. Lost at: the shortest length at which some "
         "position is below. By the means: the same without bounds. RULER's rule: the mean of all tasks and positions is at "
         f"least {100 * RULER:g} %."
     )
@@ -161,26 +161,27 @@ def _losses(record: dict[str, Any]) -> list[str]:
     header, lines = ["task, tokens", "answer format", "length", "position", "mean right, %", "worst position"], []
     for column in record["columns"]:
         for name in record["says"] if "missing" not in column else ():
-            it, of = column[name]["losses"], "" if name == BASELINE else f", {name}"
-            low, high = map(_percent, it["worst_interval"])
-            worst = f"{it['worst_position']} %: {_percent(it['worst'])} [{low}, {high}]"
-            parts = [_percent(it[key]) for key in ("answer_format", "length", "position", "mean")]
-            lines.append([f"{column['task']}, {column['length']:,}{of}", *parts, worst])
+            loss, suffix = column[name]["losses"], "" if name == BASELINE else f", {name}"
+            low, high = map(_percent, loss["worst_interval"])
+            worst = f"{loss['worst_position']} %: {_percent(loss['worst'])} [{low}, {high}]"
+            parts = [_percent(loss[key]) for key in ("answer_format", "length", "position", "mean")]
+            lines.append([f"{column['task']}, {column['length']:,}{suffix}", *parts, worst])
     note = (
-        "Points lost of 100: to the format of the answer (what is wrong even with the fact alone), to the length (at the best "
-        "position), and to the position (from the best to the worst)."
+        "Points lost of 100: to the answer format (wrong even without a haystack), to the length (at the best position), and "
+        "to the position (best minus worst)."
     )
     return [_table(header, lines), note] if lines else []
 
 
 def _changes(record: dict[str, Any]) -> list[str]:
     header, lines = ["task, tokens, position", "before, %", "after, %", "units better", "worse", "p (Holm)"], []
-    for it in record["changes"]:
-        cells = [_percent(it["before"]), _percent(it["after"]), str(it["better"]), str(it["worse"]), _p(it["p_holm"])]
-        lines.append([f"{it['task']}, {it['length']:,}, {it['position']} %", *cells])
+    for change in record["changes"]:
+        cells = [_percent(change["before"]), _percent(change["after"]), str(change["better"]), str(change["worse"])]
+        cells.append(_p(change["p_holm"]))
+        lines.append([f"{change['task']}, {change['length']:,}, {change['position']} %", *cells])
     note = (
-        "The same questions before and with the factors. p: McNemar's test of the units (haystacks) that changed, valid "
-        "however many were added, with Holm's correction for all cells."
+        "The same questions without and with the factors. p: McNemar's test over the units (haystacks) that changed, valid for "
+        "any number of them, with Holm's correction for all cells."
     )
     return [_table(header, lines), note]
 

@@ -1,4 +1,4 @@
-"""The loss of plain text by position: -log p a token in each eighth of windows of one length, for each candidate."""
+"""The loss of plain text by position: -log p per token in each eighth of windows of one length, for each candidate."""
 
 import random
 from collections.abc import Sequence
@@ -22,12 +22,11 @@ BINS = 8
 def text_loss(
     loaded: Loaded, candidates: Sequence[Candidate], length: int, text: Path | None, seed: int, batch_size: int | None
 ) -> dict[str, Any]:
-    """Nats a token by the position in windows of `length` tokens (of a short file: of its own length), and where they are from.
+    """Nats per token by the position in windows of `length` tokens (for a short file, of the file's length), and their source.
 
-    Without a file the text is sentences of the needle's grammar, other ones in each window: it gets likelier with the position
-    as the model learns the grammar, and a loss that rises again shows where positions break. Raises UserError as `Perplexity`
-    does."""
-    windows = _of_grammar(loaded, length, seed) if text is None else _of_file(loaded, length, text)
+    Without a file, the text consists of the needle grammar's sentences, different ones in each window. The loss falls with the
+    position as the model learns the grammar; a rise shows where positions break. Raises UserError as `Perplexity`."""
+    windows = _grammar_windows(loaded, length, seed) if text is None else _file_windows(loaded, length, text)
     length = len(windows[0].ids)
     losses: dict[str, list[float]] = {}
     for candidate in candidates:
@@ -44,7 +43,7 @@ def text_loss(
     }
 
 
-def _of_file(loaded: Loaded, length: int, text: Path) -> list[Window]:
+def _file_windows(loaded: Loaded, length: int, text: Path) -> list[Window]:
     windows: list[Window] = []
     while not windows:
         try:
@@ -53,11 +52,11 @@ def _of_file(loaded: Loaded, length: int, text: Path) -> list[Window]:
             if length < 128:
                 raise
             length //= 2
-    at = np.linspace(0, len(windows) - 1, min(WINDOWS, len(windows))).astype(int)
-    return [windows[number] for number in at]
+    chosen = np.linspace(0, len(windows) - 1, min(WINDOWS, len(windows))).astype(int)
+    return [windows[number] for number in chosen]
 
 
-def _of_grammar(loaded: Loaded, length: int, seed: int) -> list[Window]:
+def _grammar_windows(loaded: Loaded, length: int, seed: int) -> list[Window]:
     bos = getattr(loaded.tokenizer, "bos_token_id", None)
     windows = []
     for number in range(WINDOWS):

@@ -1,4 +1,4 @@
-"""What a run shows: tables and pictures."""
+"""Tables and plots of a run."""
 
 import contextlib
 import os
@@ -6,7 +6,7 @@ import sys
 
 
 def _import_matplotlib() -> None:
-    """Import it where MPLBACKEND names a backend that is not here, as a notebook's shell does: our pictures need none."""
+    """Import matplotlib even if MPLBACKEND names a missing backend, as in a notebook's shell: our plots need no backend."""
     if "matplotlib" in sys.modules:
         return
     backend = os.environ.pop("MPLBACKEND", None)
@@ -16,7 +16,7 @@ def _import_matplotlib() -> None:
         if backend is not None:
             os.environ["MPLBACKEND"] = backend
     with contextlib.suppress(ValueError):
-        if backend:  # for whoever wants one
+        if backend:  # for other users of matplotlib
             matplotlib.rcParams["backend"] = backend
 
 

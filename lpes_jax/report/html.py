@@ -1,6 +1,6 @@
-"""`report.html`: all that a run found, on one page that needs no network and fits a phone.
+"""`report.html`: everything that a run found, on one page that needs no network and fits a phone.
 
-The pictures are the run's own SVG files, inside the page as data URIs; the tables are those of its `results.md`.
+The plots are the run's own SVG files, embedded as data URIs; the tables are those of its `results.md`.
 """
 
 import base64
@@ -43,19 +43,28 @@ def write_page(
     search: Mapping[str, Any] | None = None,
     preset: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write `report.html` into the folder, whole or not at all, and return its path.
+    """Write `report.html` into the folder, atomically, and return its path.
 
-    settings: the verb's flags. record: `results.json`. text: `results.md`. pictures: SVG files by their
-    captions. search: what factors.json has under that name. preset: the flags that a preset gives.
+    Args:
+        folder: The run's folder.
+        verb: The verb.
+        title: The page's title.
+        settings: The verb's flags.
+        record: `results.json`.
+        text: `results.md`.
+        pictures: SVG files by caption.
+        search: The entry `search` of factors.json.
+        preset: The flags that a preset sets.
     """
     config = {name: value for name, value in record["config"].items() if name not in ("model_identity", "chat")}
     cost = {"whole run (s)": record.get("total_evaluation_time_seconds")}
-    if it := record.get("compilations"):
-        cost |= {"compiling (s)": it["seconds"], "programs compiled": it["programs"], "programs kept": it["from_cache"]}
+    if compiled := record.get("compilations"):
+        cost |= {"compiling (s)": compiled["seconds"], "programs compiled": compiled["programs"]}
+        cost |= {"programs from the cache": compiled["from_cache"]}
     if search is not None:
         cost |= {
             "individuals": search["individuals"],
-            "evaluations, with those of a uniform factor": search["evaluations"],
+            "evaluations, including uniform factors": search["evaluations"],
         }
         cost |= {"search (s)": search["seconds"], "fitness of the found factors": search["fitness_of_best"]}
     origin = {name: record.get(name) for name in ("date", "git_commit", "data_sha256", "prompts_sha256", "xla_flags")}
@@ -81,7 +90,7 @@ def write_page(
 
 
 def _command(verb: str, settings: Settings, preset: Mapping[str, Any]) -> list[str]:
-    """What gives the same settings again, in a shell's words: the flags that are not as they are without being given."""
+    """The shell words of a command with the same settings: the flags that differ from their defaults."""
     words = ["python", "-m", f"lpes_jax.{verb}"]
     defaults = type(settings)().flat() | dict(preset)
     for flag, value in settings.flat().items():
@@ -102,7 +111,7 @@ def _figure(caption: str, picture: Path) -> str:
 
 
 def _blocks(text: str) -> list[str]:
-    """Paragraphs and GitHub's tables, which is all the markdown that results have."""
+    """Render paragraphs and GitHub's tables, which is all the markdown that results have."""
     blocks = []
     for block in re.split(r"\n\s*\n", text.strip()):
         lines = block.splitlines()
@@ -115,7 +124,7 @@ def _table(lines: Sequence[str]) -> str:
     head, dashes, *body = [[cell.replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
     kinds = [' class="right"' if mark.strip().endswith(":") else "" for mark in dashes]
 
-    # Cells beyond the head's are dropped, as GitHub does.
+    # Cells beyond the header's are dropped, as on GitHub.
     def row(cells: Sequence[str], tag: str) -> str:
         shown = (f"<{tag}{kind}>{escape(cell.strip())}</{tag}>" for cell, kind in zip(cells, kinds, strict=False))
         return f"<tr>{''.join(shown)}</tr>"
@@ -124,7 +133,7 @@ def _table(lines: Sequence[str]) -> str:
 
 
 def _named(values: Mapping[str, Any]) -> str:
-    """A table of names and values, without those that there are none of."""
+    """A table of names and values, without empty ones."""
     rows = []
     for name, value in values.items():
         if value in (None, "", [], ()):

@@ -1,9 +1,8 @@
-"""The pictures of a run: accuracy by position (the U curve), the factors by layer (the paper's Figure 2), the way of a search.
+"""The plots of a run: accuracy by position (the U curve), factors by layer (the paper's Figure 2), progress of a search.
 
-Each function writes stem.png and stem.svg. Figures are objects, pyplot and its global state are not used, nor a backend or a
-style that the user has set, and the same input gives the same SVG. Texts are what they say: no mathematics, and characters
-that the font lacks are written as escapes. Colours are Okabe and Ito's, which colour-blind readers can tell apart; markers
-differ as well.
+Each function writes stem.png and stem.svg. Figures are objects; pyplot, its global state, and the user's backend and style are
+not used, so the same input gives the same SVG. Text is shown literally: no mathematics, and characters that the font lacks are
+written as escapes. Colours are Okabe and Ito's, which colour-blind readers can tell apart; markers differ as well.
 """
 
 import functools
@@ -36,14 +35,14 @@ ROWS = {
     "layer_group_band": "KV group (in each: frequency bands, fastest below)",
 }
 Drawing = TypeVar("Drawing", bound=Callable[..., Any])
-_TITLE = 84  # characters of a line
+_TITLE = 84  # characters per line
 
 
 _MEANING = {"factor": "factor s (positions are divided by it)", "gain": "gain (q . k is multiplied by it)"}
 
 
 def in_our_style(draw: Drawing) -> Drawing:
-    """Draw as matplotlib does without any settings of the user's."""
+    """Draw with matplotlib's defaults in place of the user's settings."""
 
     @functools.wraps(draw)
     def drawn(*arguments: Any, **named: Any) -> Any:
@@ -60,8 +59,13 @@ def u_curve(
 ) -> tuple[Path, Path]:
     """Accuracy by position, with 95 % Wilson intervals.
 
-    curves: name -> (accuracy at each position in 0 ... 1, questions at each). The first is the baseline, in grey; the
-    last is what was found, drawn strongest; what stands between is for comparison.
+    Args:
+        stem: Path of the files without suffix.
+        positions: In percent.
+        curves: name -> (accuracy at each position in 0 ... 1, questions at each). The first is the baseline, in grey; the last
+        is
+            the result, drawn strongest; those between are for comparison.
+        title: The plot's title.
     """
     figure = Figure(figsize=(8.4, 4.4), dpi=200, layout="constrained")
     axes = figure.add_subplot()
@@ -70,7 +74,7 @@ def u_curve(
         colour = FOUND if last else BASELINE if number == 0 else OTHERS[(number - 1) % len(OTHERS)]
         intervals = np.array([wilson_interval(value * n, n) for value in accuracy])
         percent = 100 * np.asarray(accuracy, float)
-        errors = np.abs(100 * intervals.T - percent)  # at 0 and 1 rounding may leave a -0.0...1, which errorbar refuses
+        errors = np.abs(100 * intervals.T - percent)  # at 0 and 1 rounding may leave -0.0...1, which errorbar refuses
         shift = 0.7 * (number - (len(curves) - 1) / 2)  # side by side, so that intervals do not cover each other
         axes.errorbar(
             np.asarray(positions) + shift,
@@ -103,9 +107,9 @@ def u_curve(
 def depth_by_length(
     stem: Path, positions: Sequence[int], lengths: Sequence[int], accuracy: Sequence[Sequence[float]], title: str
 ) -> tuple[Path, Path]:
-    """The needle's heat map: depth in percent down, tokens of the prompt across. accuracy: [lengths][positions], 0 ... 1.
+    """The needle's heat map: depth in percent (down) by tokens of the prompt (across). accuracy: [lengths][positions], 0 ... 1.
 
-    The same figures go to stem.csv.
+    The same numbers are written to stem.csv.
     """
     percent = 100 * np.asarray(accuracy, float).T
     figure = Figure(figsize=(1.6 + 0.9 * len(lengths), 1.6 + 0.6 * len(positions)), dpi=200, layout="constrained")
@@ -136,9 +140,9 @@ def heat_maps(
     undecided: Mapping[str, Bool[np.ndarray, "S N"]],
     title: str,
 ) -> tuple[Path, Path]:
-    """Maps by name, side by side: depth in percent down, tokens of the prompt across, accuracy in 0 ... 1.
+    """Heat maps by name, side by side: depth in percent (down), tokens of the prompt (across), accuracy in 0 ... 1.
 
-    NaN, which was not measured, is grey; cells that are undecided have a question mark.
+    NaN, for cells that were not measured, is grey; undecided cells have a question mark.
     """
     count = len(accuracy)
     size = (1.6 + count * (0.6 + 0.8 * len(lengths)), 1.6 + 0.5 * len(positions))
@@ -166,13 +170,13 @@ def heat_maps(
 
 @in_our_style
 def loss_by_position(stem: Path, starts: Sequence[int], losses: Mapping[str, Sequence[float]], title: str) -> tuple[Path, Path]:
-    """Loss of plain text in nats a token from each of these positions on, by name; the first is the baseline, in grey."""
+    """Loss of plain text in nats per token, from each position on, by name; the first is the baseline, in grey."""
     figure = Figure(figsize=(7.2, 3.6), dpi=200, layout="constrained")
     axes = figure.add_subplot()
     for number, (name, values) in enumerate(losses.items()):
         colour = BASELINE if number == 0 else FOUND
         axes.plot(starts, values, "s-" if number == 0 else "o-", color=colour, linewidth=1.8, markersize=5, label=name)
-    axes.set(xlabel="position in the text (tokens)", ylabel="nats a token")
+    axes.set(xlabel="position in the text (tokens)", ylabel="nats per token")
     axes.margins(y=0.15)
     _title(axes, title)
     if len(losses) > 1:
@@ -182,7 +186,7 @@ def loss_by_position(stem: Path, starts: Sequence[int], losses: Mapping[str, Seq
 
 
 def _finite(values: np.ndarray) -> np.ndarray:
-    """NaN, which is not drawn, in place of infinite values."""
+    """Replace infinite values by NaN, which is not drawn."""
     return np.where(np.isfinite(values), values, np.nan)
 
 
@@ -199,9 +203,18 @@ def factors_by_layer(
 ) -> tuple[Path, Path]:
     """The factor (or gain) of each layer as points, or finer factors (`[L, bands]`, `[L, K]`, `[L, K, bands]`) as a heat map.
 
-    control_points, curve_xy: the search's control points and the curve through them, in the curve's own x; for `layer`
-    alone. They are drawn stretched in x, so that the first and the last control point stand over the first and the last
-    layer that the curve gives a factor (Eq. 6); `layers` names these two, all layers by default. Infinite ones are left out.
+    Infinite factors are not drawn.
+
+    Args:
+        stem: Path of the files without suffix.
+        factors: Factors or gains.
+        control_points: The search's control points, in the curve's own x; for `layer` only.
+        curve_xy: The curve through them, likewise. Both are stretched in x so that the first and last control points are over
+            the first and last layer that get a factor from the curve (Eq. 6).
+        title: The plot's title.
+        granularity: Granularity of `factors`.
+        layers: These two layers; default: the first and the last of all.
+        what: What `factors` are.
     """
     figure = Figure(figsize=(7.2, 4.4), dpi=200, layout="constrained")
     axes = figure.add_subplot()
@@ -218,9 +231,9 @@ def factors_by_layer(
 def search_history(
     stem: Path, records: Sequence[Mapping[str, Any]], title: str, tasks: Sequence[str] = ()
 ) -> tuple[Path, Path]:
-    """The way of a search, from the lines of its history: the fitness of all individuals by generation, or losses by step.
+    """Progress of a search, from its history: the fitness of all individuals by generation, or losses by step.
 
-    Individuals without a finite fitness are crosses at the bottom. `tasks`: names of a mixture's.
+    Individuals without a finite fitness are crosses at the bottom. `tasks`: the names of a mixture's tasks.
     """
     figure = Figure(figsize=(7.2, 4.4), dpi=200, layout="constrained")
     if "step" in records[0]:
@@ -236,7 +249,7 @@ def _fitness(axes: Axes, records: Sequence[Mapping[str, Any]]) -> None:
     generation = np.array([record["generation"] for record in records])
     fitness = _column(record["fitness"] for record in records)
     new = np.array([not record["cached"] for record in records])
-    # Those of a generation side by side, in the order in which they were made.
+    # Individuals of a generation side by side, in the order in which they were made.
     same = generation[:, None] == generation
     x, finite = generation + 0.7 * ((np.tril(same).sum(axis=1) - 0.5) / same.sum(axis=1) - 0.5), np.isfinite(fitness)
     if not new.all():
@@ -254,7 +267,7 @@ def _fitness(axes: Axes, records: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _losses(figure: Figure, records: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
-    """The whole objective, and below it, on scales of their own, what it is made of, where that is more than one loss."""
+    """The objective, and in panels below it, on their own scales, its parts, if there is more than one loss."""
     step = [record["step"] for record in records]
     train = _column(record["train_loss"] for record in records)
     objective, text = -_column(record["fitness"] for record in records), _column(record["text_loss"] for record in records)
@@ -266,14 +279,15 @@ def _losses(figure: Figure, records: Sequence[Mapping[str, Any]], names: Sequenc
     panels[0].plot(step, objective, "o-", color=FOUND, markersize=5, label="objective, held back")
     panels[0].set(ylabel="objective (nats)")
     if with_tasks:
-        for at, losses in enumerate(tasks.T):
-            name = f"answers, task {at + 1}, held back" if tasks.shape[1] > 1 else "answers, held back"
-            name = f"{names[at]}, held back" if names else name
-            panels[1].plot(step, losses, f"{'vDPX'[at % 4]}-", color=OTHERS[at % 3], markersize=4, linewidth=1.2, label=name)
-        panels[1].set(ylabel="nats a prompt")
+        for number, losses in enumerate(tasks.T):
+            name = f"answers, task {number + 1}, held back" if tasks.shape[1] > 1 else "answers, held back"
+            name = f"{names[number]}, held back" if names else name
+            style = {"color": OTHERS[number % 3], "markersize": 4, "linewidth": 1.2}
+            panels[1].plot(step, losses, f"{'vDPX'[number % 4]}-", label=name, **style)
+        panels[1].set(ylabel="nats per prompt")
     if has_text:
         panels[2].plot(step, text, "^-", color=OTHERS[3], markersize=4, label="plain text, held back")
-        panels[2].set(ylabel="nats a token")
+        panels[2].set(ylabel="nats per token")
     panels[-1].set(xlabel="step")
     for axes in panels:
         plain(axes)
@@ -289,7 +303,7 @@ def _points(axes: Axes, factors, control_points, curve_xy, layers: tuple[int, in
     def on_layers(x):
         return layers[0] + (x - ends[0, 0]) / (ends[-1, 0] - ends[0, 0]) * (layers[1] - layers[0])
 
-    axes.axhline(1.0, color=BASELINE, linewidth=1.2, label="1: the model as it is")
+    axes.axhline(1.0, color=BASELINE, linewidth=1.2, label="1: unchanged model")
     if control_points is not None:
         x, y = on_layers(control_points[:, 0]), control_points[:, 1]
         named = " ".join(f"({x:g}, {y:g})" for x, y in control_points.tolist()) if len(control_points) <= 6 else ""
@@ -307,8 +321,8 @@ def _points(axes: Axes, factors, control_points, curve_xy, layers: tuple[int, in
 
 
 def _heat_map(axes: Axes, factors, granularity: Granularity, what: str) -> None:
-    table = factors.reshape(len(factors), -1).T  # columns of a layer: KV group by KV group, in each its bands
-    # Logarithmic and the same to both sides: white is 1, and 0.5 is as far from it as 2.
+    table = factors.reshape(len(factors), -1).T  # columns of a layer: its KV groups, each with its bands
+    # Logarithmic and symmetric: white is 1, and 0.5 is as far from white as 2.
     limit = max(np.abs(np.log(table[table > 0])).max(initial=0), np.log(1.1))
     norm = LogNorm(np.exp(-limit), np.exp(limit))
     image = axes.imshow(table, norm=norm, cmap="PuOr", aspect="auto", interpolation="nearest", origin="lower")
@@ -328,38 +342,40 @@ def _heat_map(axes: Axes, factors, granularity: Granularity, what: str) -> None:
 
 
 def plain(axes: Axes) -> None:
-    """Only the two axes that are read, and a light grid behind what is drawn."""
+    """Show only the two axes that are read, and a light grid behind the plot."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#e4e4e4", linewidth=0.8)
     axes.set_axisbelow(True)
 
 
 def _title(axes: Axes, title: str, **style: Any) -> None:
-    """A title over the left edge; a long one has several lines."""
+    """A title above the left edge; a long one is wrapped."""
     axes.set_title(textwrap.fill(printable(title), _TITLE), loc="left", fontweight="bold", **style)
 
 
 @in_our_style
 def save(figure: Figure, stem: Path) -> tuple[Path, Path]:
-    """Write stem.png and stem.svg (a dot in the stem is no suffix); returns their paths."""
+    """Write stem.png and stem.svg (a dot in the stem is not a suffix); returns their paths."""
     FigureCanvasAgg(figure)
     for text in figure.findobj(Text):
         assert isinstance(text, Text)
-        if shown := text.get_text():  # not of ticks, which have theirs from the first drawing on
+        if shown := text.get_text():  # not for tick labels, which exist only after the first drawing
             text.set_text(_legible(shown, text))
             text.set_parse_math(False)
     png, svg = stem.with_name(stem.name + ".png"), stem.with_name(stem.name + ".svg")
-    with matplotlib.rc_context({"svg.hashsalt": "lpes"}):  # ids in the SVG from this, not from a random number
+    with matplotlib.rc_context({"svg.hashsalt": "lpes"}):  # ids in the SVG depend on this, not on a random number
         figure.savefig(png)
         figure.savefig(svg, metadata={"Date": None})
     return png, svg
 
 
 def _legible(shown: str, text: Text) -> str:
-    """What the text's font can show of this; other characters as escapes."""
+    """The characters that the text's font has; others as escapes."""
     known = _characters(findfont(text.get_fontproperties()))
     lines = (printable(line) for line in shown.split("\n"))
-    return "\n".join("".join(it if ord(it) in known else it.encode("unicode_escape").decode() for it in line) for line in lines)
+    return "\n".join(
+        "".join(char if ord(char) in known else char.encode("unicode_escape").decode() for char in line) for line in lines
+    )
 
 
 @functools.cache

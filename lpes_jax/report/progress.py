@@ -1,4 +1,4 @@
-"""How far a search is: a live line in a terminal, a plain line a generation elsewhere."""
+"""Progress of a search: a live line in a terminal, one plain line per generation elsewhere."""
 
 import contextlib
 import os
@@ -17,9 +17,9 @@ _EVERY = 15.0  # seconds between plain lines
 
 
 class SearchProgress:
-    """Counts (individual, prompt) pairs done of `total`; `note` says what is going on. Writes to stderr.
+    """Counts the (individual, prompt) pairs done of `total`; `note` describes the current step. Writes to stderr.
 
-    `deadline`: when it will end in any case, in seconds as `time.time` has them; None where all of `total` will be done.
+    `deadline`: the latest end, in seconds as in `time.time`; None if all of `total` will be done.
     """
 
     def __init__(self, total: int, console: Console | None = None, deadline: float | None = None):
@@ -50,19 +50,19 @@ class SearchProgress:
         self._open.close()
 
     def prompts(self, count: int) -> None:
-        """So many more pairs are done."""
+        """Count more pairs as done."""
         self._done += count
         self._bar.update(self._task, completed=self._done, rate=self._rate())
         if not self._console.is_terminal and time.monotonic() - self._last_line > _EVERY:
             self._line()
 
     def skip(self, count: int) -> None:
-        """So many pairs need not be done after all (cached individuals)."""
+        """Reduce the total by pairs that need no scoring (cached individuals)."""
         self._total -= count
         self._bar.update(self._task, total=self._total)
 
     def note(self, text: str) -> None:
-        """What is going on now; a plain line where there is no terminal."""
+        """Describe the current step; prints a plain line if there is no terminal."""
         self._note = printable(text)
         self._bar.update(self._task, description=self._note)
         if not self._console.is_terminal:
@@ -70,7 +70,7 @@ class SearchProgress:
 
     def _line(self) -> None:
         self._last_line = time.monotonic()
-        with contextlib.suppress(OSError):  # nobody reads it any more
+        with contextlib.suppress(OSError):  # its reader is gone
             self._console.print(Text(f"{self._note}  {self._rate()}  {self._left()}"), soft_wrap=True)
 
     def _rate(self) -> str:
@@ -89,5 +89,5 @@ def _minutes(seconds: float) -> str:
 
 
 def _restore_cursor() -> None:
-    """What rich does at the end of a bar: no bar, and a cursor."""
+    """Remove the bar and show the cursor, as rich does at the end of a bar."""
     os.write(2, b"\r\x1b[2K\x1b[?25h")

@@ -1,8 +1,7 @@
-"""Accuracy by position as a table: for the terminal (rich) and for a README (markdown).
+"""Accuracy by position as a table, for the terminal (rich) and for a README (markdown).
 
-A row is a model with some factors or method; the last columns say how sure it is and how it compares with the baseline.
-What goes to the terminal goes there by `show`, when the files are written. Nothing is cut there, however narrow it is, and no
-text is markup.
+A row is a model with some factors or method; the last columns give its uncertainty and the comparison with the baseline. `show`
+prints to the terminal, after the files are written. Nothing is truncated on a narrow terminal, and no text is markup.
 """
 
 import contextlib
@@ -20,15 +19,19 @@ from rich.text import Text
 
 from lpes_jax.process import plain
 
-_ENDLESS = 10_000  # columns of what is no terminal
+_ENDLESS = 10_000  # columns, if the output is not a terminal
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
 class Row:
-    """accuracy: one a position, in percent, as are mean and standard_error; log_likelihood: mean of the gold answers'.
+    """A row of a table.
 
-    p: against the baseline (`statistics.paired_permutation_test`), None for the baseline itself.
+    Attributes:
+        name: Of the candidate.
+        accuracy: Per position, in percent; `mean` and `standard_error` too.
+        p: Against the baseline (`statistics.paired_permutation_test`); None for the baseline itself.
+        log_likelihood: The mean over the gold answers.
     """
 
     name: str
@@ -41,11 +44,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Grid:
-    """Rows of cells for a terminal of any width: a table, or where it does not fit several with some of the columns each, all
-    behind the first column, or where that does not fit either a line a cell. No cell is cut, and none is read as markup.
+    """Rows of cells for a terminal of any width. No cell is truncated, and none is read as markup.
 
-    `header` None: the rows are names and values. `right`: all columns but the first are figures. `styles`: of cells that have
-    just this text.
+    It is shown as one table. If that does not fit, as several tables with some of the columns each, all with the first column.
+    If these do not fit either, as one line per cell.
+
+    Attributes:
+        title: The table's title.
+        header: None means that the rows are names and values.
+        rows: The cells.
+        right: Whether all columns but the first are numbers.
+        styles: Styles of cells, by their whole text.
     """
 
     title: str
@@ -64,7 +73,7 @@ class Grid:
         yield Text(*shown([self.title]), style="table.title", overflow="fold")
         groups: list[list[int]] = [[]]
         for column in range(1, len(widths)):
-            if groups[-1] and sum(widths[at] + 3 for at in (*groups[-1], column)) > room:
+            if groups[-1] and sum(widths[shown_column] + 3 for shown_column in (*groups[-1], column)) > room:
                 groups.append([])
             groups[-1].append(column)
         if max(widths[1:], default=0) + 3 > room or (len(groups) > 1 and not header):
@@ -90,14 +99,14 @@ class Grid:
 
 
 def position_table(rows: Sequence[Row], positions: Sequence[int], title: str) -> Grid:
-    """The table for a terminal."""
+    """The table for the terminal."""
     return Grid(title, _header(positions), [_cells(row) for row in rows])
 
 
 def show(*parts: Grid | str) -> None:
-    """Print tables and lines on standard output, for a person: files come first, and whatever becomes of this is no error.
+    """Print tables and lines on standard output, for a person. Files are written before, so a failed print is no error.
 
-    A line is as long as it is (paths can be copied); a terminal wraps it.
+    Lines are not wrapped here, so that paths can be copied; a terminal wraps them.
     """
     stream = sys.stdout
     if stream is None:  # closed before Python started
@@ -110,13 +119,13 @@ def show(*parts: Grid | str) -> None:
                 console.print(part)
             else:
                 console.print(Text("\n".join(map(printable, part.split("\n")))), soft_wrap=True)
-    with contextlib.suppress(OSError, ValueError):  # its reader is gone, or it is closed
+    with contextlib.suppress(OSError, ValueError):  # its reader is gone, or the stream is closed
         stream.write(plain(captured.get(), stream.encoding))
         stream.flush()
 
 
 def printable(text: str) -> str:
-    """The text with control characters, and bytes that are none, written as escapes: what a terminal or a picture can show."""
+    """The text with control characters and undecodable bytes as escapes, so that a terminal or a plot can show it."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
@@ -127,47 +136,47 @@ def markdown(rows: Sequence[Row], positions: Sequence[int]) -> str:
 
 
 def differences(methods: Mapping[str, Mapping[str, Any]]) -> str:
-    """What `results.json` has as `against_baseline`, in GitHub's markdown with a line on how to read it; empty without any."""
-    compared = {name: it["against_baseline"] for name, it in methods.items() if "against_baseline" in it}
+    """The entries `against_baseline` of `results.json` as GitHub markdown, with an explanation; "" if there are none."""
+    compared = {name: method["against_baseline"] for name, method in methods.items() if "against_baseline" in method}
     lines, exact = [], False
-    for name, it in compared.items():
+    for name, difference in compared.items():
         cells = []
-        for place in it["by_position"].values():
-            mcnemar = place["p_mcnemar"]
+        for position in difference["by_position"].values():
+            mcnemar = position["p_mcnemar"]
             exact |= mcnemar is not None
-            cells.append(_difference(place) + ("" if mcnemar is None else f", p {_p(mcnemar)}"))
+            cells.append(_difference(position) + ("" if mcnemar is None else f", p {_p(mcnemar)}"))
         if not lines:
-            positions = (f"{position} %" for position in it["by_position"])
+            positions = (f"{position} %" for position in difference["by_position"])
             lines += [["points against baseline", *positions, "mean", "p", "p (Holm)"], ["---", *["---:"] * (len(cells) + 3)]]
-        lines.append([name, *cells, _difference(it), _p(it["p"]), _p(it["p_holm"])])
+        lines.append([name, *cells, _difference(difference), _p(difference["p"]), _p(difference["p_holm"])])
     if not lines:
         return ""
-    note = "In brackets: 95 % intervals, a paired bootstrap over questions. p: paired permutation test over questions; Holm's "
-    note += f"takes all {len(compared)} comparisons of this table together."
+    note = "In brackets: 95 % intervals, a paired bootstrap over questions. p: paired permutation test over questions. Holm's "
+    note += f"correction covers all {len(compared)} comparisons of this table."
     if exact:
-        note += " Behind a position: McNemar's exact p of that position alone, not corrected."
+        note += " After a position: McNemar's exact p for that position only, without correction."
     return f"{markdown_table(lines)}\n\n{note}"
 
 
 def by_task(tasks: Mapping[str, Mapping[str, float]]) -> str:
-    """How a search did on each task of a mixture, on the questions that it chose by, in GitHub's markdown."""
-    has_loss = all("loss" in it for it in tasks.values())
-    lines = [["task", "accuracy", "as it was"], ["---", "---:", "---:"]]
+    """A search's results on each task of a mixture, on the questions that it selected by, as GitHub markdown."""
+    has_loss = all("loss" in task for task in tasks.values())
+    lines = [["task", "accuracy", "before"], ["---", "---:", "---:"]]
     if has_loss:
-        lines = [[*lines[0], "loss (nats an answer)", "as it was"], [*lines[1], "---:", "---:"]]
-    for title, it in tasks.items():
-        line = [title, f"{100 * it['accuracy']:.1f}", f"{100 * it['accuracy_at_start']:.1f}"]
-        lines.append(line + ([f"{it['loss']:.3f}", f"{it['loss_at_start']:.3f}"] if has_loss else []))
+        lines = [[*lines[0], "loss (nats per answer)", "before"], [*lines[1], "---:", "---:"]]
+    for title, task in tasks.items():
+        line = [title, f"{100 * task['accuracy']:.1f}", f"{100 * task['accuracy_at_start']:.1f}"]
+        lines.append(line + ([f"{task['loss']:.3f}", f"{task['loss_at_start']:.3f}"] if has_loss else []))
     return markdown_table(lines)
 
 
-def _difference(it: Mapping[str, Any]) -> str:
-    low, high = it["interval"]
-    return f"{100 * it['difference']:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
+def _difference(compared: Mapping[str, Any]) -> str:
+    low, high = compared["interval"]
+    return f"{100 * compared['difference']:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
 
 
 def markdown_table(lines: Sequence[Sequence[str]]) -> str:
-    """Lines of cells in GitHub's markdown, the second of them the dashes."""
+    """Lines of cells as GitHub markdown; the second line is the dashes."""
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 

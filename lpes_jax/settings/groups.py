@@ -166,7 +166,7 @@ class PromptSettings(Settings):
 
 
 def check_chat(*, apply_chat_template: bool, prompt_form: str | None, system_prompt: str | None) -> None:
-    """Raise UserError for flags that cannot go together; needs no model."""
+    """Raise UserError for flags that contradict each other; needs no model."""
     if apply_chat_template and prompt_form is not None:
         raise UserError("--apply-chat-template and --prompt-form are two ways to wrap a prompt; give one of them")
     if system_prompt is not None and not (apply_chat_template or prompt_form is not None):
@@ -281,13 +281,13 @@ class HostSettings(Settings):
 
 
 def check_hosts(flags: HostSettings) -> bool:
-    """Do the flags name other processes? Raises UserError where they clash."""
+    """Whether the flags name other processes. Raises UserError if they contradict each other."""
     check_bounds(flags)
     three = {name: getattr(flags, name) for name in ("coordinator_address", "num_processes", "process_id")}
     missing = ["--" + name.replace("_", "-") for name, value in three.items() if value is None]
     count, address = flags.num_processes or 0, flags.coordinator_address or ""
     if flags.distributed and len(missing) < 3:
-        raise UserError("--distributed finds the processes by itself; leave out --coordinator-address and what goes with it")
+        raise UserError("--distributed detects the processes itself; remove --coordinator-address and its companions")
     if 0 < len(missing) < 3:
         raise UserError(f"--coordinator-address, --num-processes and --process-id go together; add {' and '.join(missing)}")
     if not missing:
@@ -295,5 +295,5 @@ def check_hosts(flags: HostSettings) -> bool:
             raise UserError(f"--process-id {flags.process_id}: {count} processes have ids from 0 to {count - 1}")
         match = re.fullmatch(r"[^:\s]+:(\d{1,5})", address)
         if match is None or not 0 < int(match[1]) < 65536:
-            raise UserError(f"--coordinator-address {address!r} is not HOST:PORT (a name or an IPv4 address), say node1:8476")
+            raise UserError(f"--coordinator-address {address!r} is not HOST:PORT (a name or an IPv4 address), as in node1:8476")
     return flags.distributed or not missing

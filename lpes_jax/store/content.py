@@ -7,10 +7,10 @@ from lpes_jax.errors import UserError
 
 
 def content_sha256(path: Path, flag: str = "") -> str:
-    """Of a file, or of a folder's files with their names. Raises UserError (with the flag) for what cannot be read."""
+    """A hash of a file, or of a folder's files with their names. Raises UserError, beginning with `flag`, if unreadable."""
     digest = hashlib.sha256()
     try:
-        for file in sorted(it for it in path.rglob("*") if it.is_file()) if path.is_dir() else [path]:
+        for file in sorted(found for found in path.rglob("*") if found.is_file()) if path.is_dir() else [path]:
             with file.open("rb") as contents:
                 inside = hashlib.file_digest(contents, "sha256")
             if not path.is_dir():

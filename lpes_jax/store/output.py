@@ -1,8 +1,8 @@
-"""Where results go: `--output-path`, looked at before anything is computed, and filled when all of it is known.
+"""The folder of results, `--output-path`: checked before anything is computed, and filled when all results are known.
 
-A folder that holds a run is no place for another: a finished one is replaced only by a run of its kind, and with --overwrite.
-`evaluate` and `compare` are of one kind, they leave the same files; a search is told by its `history.jsonl`, an exported model
-by `exported.json` or `lpes_torch.py`. Other files in a folder are left alone.
+A folder that holds a run cannot take another. A finished run is replaced only by a run of its kind, and only with --overwrite.
+`evaluate` and `compare` are of one kind, because they write the same files. A search is recognised by its `history.jsonl`, an
+exported model by `exported.json` or `lpes_torch.py`. Other files in a folder are not touched.
 """
 
 import contextlib
@@ -20,59 +20,59 @@ from lpes_jax.errors import UserError
 from lpes_jax.store import files
 
 Verb = Literal["search", "evaluate", "compare", "export", "profile"]
-_TOLD_BY = {  # in this order
+_MARKERS = {  # file -> kind of run, in this order
     "history.jsonl": "search",
     "exported.json": "export",
-    "lpes_torch.py": "export",  # of the first release
+    "lpes_torch.py": "export",  # written by the first release
     "profile.json": "profile",
     "results.json": "measured",
 }
-_CALLED = {
+_NAMES = {
     **{"search": "a search", "export": "an exported model", "profile": "a profile"},
     "measured": "the results of an evaluation or comparison",
 }
 _KIND = {"search": "search", "export": "export", "profile": "profile", "evaluate": "measured", "compare": "measured"}
-_LAST = ("results.json", "profile.json")  # of a run: they say that the other files are whole
+_LAST = ("results.json", "profile.json")  # written last: they show that the other files are complete
 _SHARED = ("results.json", "results.md", "samples.jsonl", "report.html", "positions*.png", "positions*.svg")
 MEASURED = (*_SHARED, "depth_by_length_*", "profile.json", "profile.md", "heat_*", "text_loss.*")
 SEARCHED = (
     *(*_SHARED, "config.json", "factors.json", "uniform.json", "state*.npz", "part.npz", "*.part"),
     *("factors.png", "factors.svg", "history.png", "history.svg"),
-)  # beside the history
+)  # in addition to the history
 
 
 def check(folder: Path, verb: Verb, *, overwrite: bool = False, resume: bool = False) -> None:
-    """Raise UserError where a run of this verb cannot be written to the folder. Nothing is left of the attempt.
+    """Raise UserError if a run of this verb cannot be written to the folder. The check leaves no files.
 
-    `resume`: a run is to go on there, so that one of its own kind is no obstacle.
+    With `resume`, a run of the verb's own kind in the folder is allowed.
     """
     if overwrite and resume:
-        raise UserError("--resume goes on with the run in --output-path and --overwrite drops it; give one of the two")
+        raise UserError("--resume continues the run in --output-path and --overwrite drops it; give only one of them")
     _try(folder)
-    name = next((name for name in _TOLD_BY if os.path.lexists(folder / name)), None)
-    is_own = name is not None and _TOLD_BY[name] == _KIND[verb]
+    name = next((name for name in _MARKERS if os.path.lexists(folder / name)), None)
+    is_own = name is not None and _MARKERS[name] == _KIND[verb]
     if name is not None and not is_own:
-        raise UserError(f"--output-path {folder} holds {_CALLED[_TOLD_BY[name]]} ({name}); give another folder")
+        raise UserError(f"--output-path {folder} contains {_NAMES[_MARKERS[name]]} ({name}); give another folder")
     if verb == "search" and name is None and not resume and os.path.lexists(folder / "config.json"):
-        raise UserError(f"--output-path {folder} holds a config.json that is none of a search's; give another folder")
+        raise UserError(f"--output-path {folder} contains a config.json that is not a search's; give another folder")
     unfinished = folder / "unfinished"
     if unfinished.exists() and (verb != "compare" or not (overwrite or resume)):
-        way_on = "give --resume to go on with it, another folder, or" if verb == "compare" else "give another folder, or"
-        raise UserError(f"--output-path {folder} holds a comparison that was cut off; {way_on} delete {unfinished}")
+        way_out = "pass --resume to continue, give another folder, or" if verb == "compare" else "give another folder, or"
+        raise UserError(f"--output-path {folder} contains an interrupted comparison; {way_out} delete {unfinished}")
     if overwrite or resume:
         return
     if is_own and verb == "search":
-        way_on = "give --resume to go on with it, another folder, or --overwrite to begin anew"
-        raise UserError(f"--output-path {folder} holds a run already; {way_on}")
+        way_out = "pass --resume to continue, give another folder, or --overwrite to start again"
+        raise UserError(f"--output-path {folder} already contains a run; {way_out}")
     if is_own:
-        raise UserError(f"--output-path {folder} holds a finished run ({name}); give another folder, or --overwrite")
+        raise UserError(f"--output-path {folder} contains a finished run ({name}); give another folder, or --overwrite")
 
 
 @contextlib.contextmanager
 def reserved(folder: Path) -> Iterator[Path]:
-    """The folder, made here; where there is one, FOLDER-2, FOLDER-3, ... It is removed if nothing is in it at the end.
+    """Make the folder, or FOLDER-2, FOLDER-3, ... if it exists, and yield it. On exit it is removed if it is empty.
 
-    Two processes that ask at once get two folders.
+    Two processes that ask at the same time get two folders.
     """
     number, chosen = 1, folder
     with _writing(folder):
@@ -88,20 +88,20 @@ def reserved(folder: Path) -> Iterator[Path]:
             number += 1
             chosen = folder.with_name(f"{folder.name}-{number}")
     if chosen != folder:
-        print(f"note: {folder} is taken, so this run goes to {chosen}", file=sys.stderr)
+        print(f"note: {folder} exists, so this run is written to {chosen}", file=sys.stderr)
 
-    def give_back() -> None:
+    def remove_empty() -> None:
         _remove([*made, chosen])
 
-    with process.cleaning(give_back):
+    with process.cleaning(remove_empty):
         try:
             yield chosen
         finally:
-            give_back()
+            remove_empty()
 
 
 def latest(folder: Path) -> Path:
-    """Of FOLDER, FOLDER-2, FOLDER-3, ... the one that was written to last."""
+    """The most recently changed one of FOLDER, FOLDER-2, FOLDER-3, ..."""
     name = re.compile(re.escape(folder.name) + r"(-\d+)?")
     try:
         found = [path for path in folder.parent.iterdir() if name.fullmatch(path.name) and path.is_dir()]
@@ -112,10 +112,10 @@ def latest(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def staged(folder: Path) -> Iterator[Path]:
-    """A new folder to write results to; their files are in `folder` when this is left, `results.json` or `profile.json` last.
+    """Yield a new folder to write results to. On exit its files move to `folder`, `results.json` or `profile.json` last.
 
-    All are there or none is: after an error, or where a signal ends this process meanwhile, nothing was touched. Files that
-    measured results which stood there before have left are removed. Raises UserError where the files cannot be written.
+    Either all files are moved or none: after an error, or if a signal ends this process before, nothing has changed. Files of
+    earlier results in the folder are removed. Raises UserError if the files cannot be written.
     """
     with _writing(folder), process.unbroken():
         made = _make(folder)
@@ -128,11 +128,11 @@ def staged(folder: Path) -> Iterator[Path]:
             finally:
                 shutil.rmtree(part, ignore_errors=True)
         finally:
-            _remove(made)  # what is empty
+            _remove(made)  # only empty folders
 
 
 def remove(folder: Path, patterns: tuple[str, ...], keep: frozenset[str] = frozenset()) -> None:
-    """Remove the folder's files of these names, but those to keep."""
+    """Remove the folder's files that match the patterns, except those in `keep`."""
     for pattern in patterns:
         for path in folder.glob(pattern):
             if path.name not in keep:
@@ -153,10 +153,10 @@ def _writing(folder: Path) -> contextlib.AbstractContextManager[None]:
 
 
 def _try(folder: Path) -> None:
-    """Write to the folder, and leave everything as it was."""
+    """Write to the folder, then restore its state."""
     for path in (folder, *folder.parents):
         if os.path.lexists(path) and not path.is_dir():
-            what = "a file" if path.exists() else "a link to nothing"
+            what = "a file" if path.exists() else "a broken link"
             raise UserError(f"--output-path {folder}: {path} is {what}, not a folder; give another folder")
     with _writing(folder):
         made = _make(folder)
@@ -169,13 +169,13 @@ def _try(folder: Path) -> None:
 
 
 def _make(folder: Path) -> list[Path]:
-    """Make a folder and those above it; which ones there were not, the innermost last."""
+    """Make a folder and its parents. Returns the folders that did not exist, the innermost last."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()][::-1]
     for attempt in range(3):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             return missing
-        except FileNotFoundError:  # another process removed one that it had made
+        except FileNotFoundError:  # another process removed a folder that it had made
             if attempt == 2:
                 raise
         except OSError:
@@ -185,7 +185,7 @@ def _make(folder: Path) -> list[Path]:
 
 
 def _remove(made: list[Path]) -> None:
-    """Remove folders that are empty, the last first."""
+    """Remove empty folders, the last first."""
     for path in reversed(made):
         with contextlib.suppress(OSError):
             path.rmdir()

@@ -1,8 +1,8 @@
-"""The finished parts of a run: OUT/unfinished, until its results are written.
+"""The finished parts of a run, in OUT/unfinished until the results are written.
 
-A run that measures many things in turn (a comparison: methods) keeps a record of each part when it is done, and goes on behind
-them. `begun.json` says what decides the results. Beside it lie `NAME.KIND.json`, a record of each part and kind. Without
-`begun.json` nothing can be told of the others, and they are not taken. The folder is locked while a run works in it.
+A run that measures many things in turn (a comparison: methods) stores a record of each finished part, and resumes after the
+last one. `begun.json` holds everything that affects the results; `NAME.KIND.json` is the record of a part. Without `begun.json`
+the records' origin is unknown, and they are not used. The folder is locked while a run uses it.
 """
 
 import contextlib
@@ -20,10 +20,10 @@ from lpes_jax.store.provenance import check_resumed
 
 
 class Parts:
-    """`records`: those of each kind by the part's name, at first those on the disk. Locked until `close`.
+    """The records of finished parts, locked until `close`.
 
-    `kinds` gives for each kind the function that raises KeyError, TypeError or ValueError for a damaged record. Raises
-    UserError for a folder that holds such files, unless it is to be resumed and `config` is as it was (`check_resumed`).
+    Attributes:
+        records: By kind and by the part's name; at first those on the disk.
     """
 
     def __init__(
@@ -34,15 +34,27 @@ class Parts:
         resume: bool,
         overwrite: bool = False,
     ):
+        """Open the folder.
+
+        Args:
+            folder: The output folder.
+            config: Everything that affects the results.
+            kinds: For each kind a function that raises KeyError, TypeError or ValueError for a damaged record.
+            resume: Whether to continue the parts on the disk. They must have the same `config` (`check_resumed`).
+            overwrite: Whether to drop them.
+
+        Raises:
+            UserError: The folder has parts and neither flag is set, or they cannot be resumed.
+        """
         self.path, self._folder, self._config = folder / "unfinished", folder, json.loads(json.dumps(config))
         self._begun = self.path / "begun.json"
         self._lock: IO[str] | None = None
         exists = self.path.exists()
         if resume and not exists:
-            raise UserError(f"--resume: {folder} holds no comparison that was cut off; leave --resume out to begin one")
+            raise UserError(f"--resume: {folder} contains no interrupted comparison; remove --resume to start one")
         if exists and not (resume or overwrite):
             raise UserError(
-                f"--output-path {folder} holds a comparison that was cut off; give --resume to go on with it, another folder, "
+                f"--output-path {folder} contains an interrupted comparison; pass --resume to continue, give another folder, "
                 f"or delete {self.path}"
             )
         try:
@@ -70,7 +82,7 @@ class Parts:
             self._lock = None
 
     def keep(self, kind: str, name: str, record: dict[str, Any]) -> None:
-        """Add the record of a part; it is on the disk when this returns."""
+        """Add the record of a part. It is on the disk when this returns."""
         with self._writing():
             if self._lock is None:
                 self._open()
@@ -84,23 +96,23 @@ class Parts:
         self.records[kind].pop(name, None)
 
     def drop(self) -> None:
-        """Remove the files, `begun.json` first, and unlock the folder: the results are written."""
+        """Remove the files, `begun.json` first, and unlock the folder. Call this when the results are written."""
         self._begun.unlink(missing_ok=True)
         self.close()
         shutil.rmtree(self.path)
 
     def interruptible(self) -> contextlib.AbstractContextManager[None]:
-        """A SIGINT or SIGTERM in here says how to go on."""
+        """On SIGINT or SIGTERM in here, print how to continue."""
 
-        def way_on() -> str:
+        def way_out() -> str:
             if not self._begun.exists():
-                return "interrupted, and nothing was measured yet"
-            return f"interrupted; what was measured is in {self.path}: the same command with --resume goes on from there"
+                return "interrupted before anything was measured"
+            return f"interrupted; results so far are in {self.path}: run the same command with --resume to continue"
 
-        return process.saying(way_on)
+        return process.saying(way_out)
 
     def _writing(self) -> contextlib.AbstractContextManager[None]:
-        way_out = "make room, then go on with --resume" if self._begun.exists() else "give another folder"
+        way_out = "make room, then continue with --resume" if self._begun.exists() else "give another folder"
         return files.writing(f"--output-path {self._folder}", way_out)
 
     def _open(self) -> None:
@@ -116,6 +128,6 @@ class Parts:
             try:
                 check(record)
             except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-                raise UserError(f"{path}: not what a comparison leaves there ({error!r:.60}); delete it") from error
+                raise UserError(f"{path}: not a record of a comparison ({error!r:.60}); delete it") from error
             records[path.name.partition(".")[0]] = record
         return records

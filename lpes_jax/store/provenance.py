@@ -1,4 +1,4 @@
-"""Where a result comes from: versions, devices, XLA's flags, the commit, hashes of what was asked. Is a run the one begun?"""
+"""Where a result comes from: versions, devices, XLA's flags, commit, hashes of the input. Also: does a resumed run match?"""
 
 import os
 import subprocess
@@ -14,8 +14,8 @@ from lpes_jax import hosts
 from lpes_jax.errors import UserError
 
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
-# Of a run's config: paths, whose contents decide.
-PLACES = (
+# Entries of a run's config that are paths. They may change, because the config has the hashes of their contents.
+PATHS = (
     *("settings.model", "model.name", "settings.data", "settings.text", "settings.initial_factors"),
     *("settings.factors", "settings.router", "settings.mixture", "settings.data_folder"),
 )
@@ -35,43 +35,43 @@ def environment() -> dict[str, Any]:
 
 
 def is_deterministic() -> bool:
-    """Does XLA give the same bits for the same program and numbers, in every run? On a CPU always, on a GPU if told to."""
+    """Whether XLA gives the same bits in every run of a program. On a CPU it does, on a GPU if XLA_FLAGS ask for it."""
     return jax.default_backend() == "cpu" or DETERMINISTIC in os.environ.get("XLA_FLAGS", "").split()
 
 
 def check_deterministic(asked: bool) -> None:
-    """Raise UserError where `--deterministic` is asked for and can no longer be had."""
+    """Raise UserError if `--deterministic` is given but it is too late to set it."""
     if asked and not is_deterministic():
         raise UserError(f"--deterministic: JAX is running already; set XLA_FLAGS={DETERMINISTIC} before Python starts")
 
 
 def check_resumed(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raise UserError where the run in `path` was begun with another config, but for `PLACES`.
+    """Raise UserError if the run in `path` was started with another config; `PATHS` may differ.
 
-    Where its `environment` alone was another, a line on stderr says so.
+    If only its `environment` differs, prints a note on stderr.
     """
     before, now = flat(before), flat(now)
-    different = [key for key in sorted({*before, *now} - {*PLACES}) if before.get(key) != now.get(key)]
+    different = [key for key in sorted({*before, *now} - {*PATHS}) if before.get(key) != now.get(key)]
     elsewhere = [key for key in different if key.startswith("environment.")]
     if refused := [key for key in different if key not in elsewhere]:
         named = " ".join(
             ", ".join(f"{flag_of(key)} {before.get(key)!r:.100} (now {now.get(key)!r:.100})" for key in refused[:4]).split()
         )
-        raise UserError(f"--resume: {path} was run with {named}; give the same or another --output-path")
+        raise UserError(f"--resume: {path} was run with {named}; use the same settings or another --output-path")
     if elsewhere:
         named = ", ".join(f"{flag_of(key)} {before.get(key)!r:.100} (now {now.get(key)!r:.100})" for key in elsewhere)
-        print(f"note: {path} was begun with {named}; scores may differ in their last digits", file=sys.stderr)
+        print(f"note: {path} was started with {named}; scores may differ in their last digits", file=sys.stderr)
 
 
 def check_processes(config: dict[str, Any], **more: Any) -> None:
-    """Raise UserError, in all processes, where one of them has another `config`, but for paths and devices, or `more`."""
-    elsewhere = {*PLACES, "environment.git_commit"}
+    """Raise UserError in all processes if one has another `config` (except paths and devices) or another `more`."""
+    elsewhere = {*PATHS, "environment.git_commit"}
     record = {flag_of(key): value for key, value in flat(config).items() if key not in elsewhere and ".devices." not in key}
     hosts.check_alike(record | {flag_of(f"settings.{name}"): value for name, value in more.items()})
 
 
 def flat(record: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested names as one, with dots."""
+    """Flatten nested records; names are joined by dots."""
     found = {}
     for name, value in record.items():
         found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {f"{prefix}{name}": value}
@@ -79,7 +79,7 @@ def flat(record: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def flag_of(key: str) -> str:
-    """What a user calls it."""
+    """The user's name for an entry of a flattened config."""
     if key.startswith("settings."):
         return "--" + key.removeprefix("settings.").replace("_", "-")
     if key.startswith("sha256."):
@@ -97,7 +97,7 @@ def _version(package: str) -> str | None:
 
 @cache
 def _git_commit() -> str | None:
-    """Of the source tree that this runs from, with `-dirty` behind it where files were changed; None outside of one."""
+    """The commit of the source tree that runs, plus `-dirty` if files were changed; None outside a source tree."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None

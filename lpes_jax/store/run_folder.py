@@ -1,17 +1,17 @@
 """The folder of a run: `config.json`, then `history.jsonl` line by line, then the results, `results.json` last.
 
-The history is the state. A search is a function of its settings and of the scores it has seen, so a run that was cut off is
-resumed by running it again from the start with the scores of the history in place of the model's: it makes the same
-candidates, and goes on where the lines end. A gradient search scores nothing that could be replayed: it leaves `state.npz`
-with each line, and the state before it as `state.previous.npz`.
+The history is the state. A search is a function of its settings and of the scores it has received. To resume an interrupted
+run, it is repeated from the start with the scores of the history in place of the model's. It makes the same candidates, and
+continues where the lines end. A gradient search has no scores to replay; it saves `state.npz` with each line, and keeps the
+previous state as `state.previous.npz`.
 
-What a kill, a full disk or a power cut leaves is good to go on with: lines are on the disk (fsync) before the search goes on, a
-line that was cut in two is dropped, and all other files are written under another name and renamed when they are on the disk.
-While a run is open its history is locked (flock), which ends with the process, however that ends. Where the file system has no
-such locks the user is told, and has to see to it that no two processes write to one folder.
+A run can be resumed after a kill, a full disk or a power cut. Lines are on the disk (fsync) before the search continues, an
+incomplete line is dropped, and all other files are written under another name and renamed when they are on the disk. While a
+run is open, its history is locked (flock) until the process ends, however it ends. On file systems without such locks a note
+asks the user to make sure that only one process writes to the folder.
 
-Of several processes of one run (lpes_jax.hosts) the first has the folder; the others get from it what it has read, and add
-nothing but the check that their lines are the same.
+With several processes (lpes_jax.hosts), the first one owns the folder. It sends the others what it reads, and each checks that
+its own lines are the same.
 """
 
 import json
@@ -35,12 +35,17 @@ from lpes_jax.store.provenance import check_resumed
 
 
 class RunFolder:
-    """A run's files, locked until `close`. Raises UserError where the folder holds another run, or a process works in it."""
+    """A run's files, locked until `close`. Raises UserError if the folder holds another run, or another process uses it."""
 
     def __init__(self, path: Path, config: dict[str, Any], resume: bool, overwrite: bool = False):
-        """`config` is what decides the run's results, and the `environment`; a resumed run must have the same but for this.
+        """Open the folder.
 
-        Paths of files may differ: it has the hashes of their contents. `overwrite` drops the run that is there.
+        Args:
+            path: The folder.
+            config: Everything that affects the run's results, and the `environment`. A resumed run must have the same, except
+                for the environment and for the paths of files, whose contents are hashed.
+            resume: Whether to continue a run.
+            overwrite: Whether to drop the run in the folder.
         """
         self.path = path
         self.history_path, self.state_path = path / "history.jsonl", path / "state.npz"
@@ -54,14 +59,14 @@ class RunFolder:
         self.close()
 
     def close(self) -> None:
-        """Unlock it. Nothing is left to write."""
+        """Unlock the folder. All files have been written."""
         if self._history is not None:
             self._history.close()
 
     def append(self, records: list[dict[str, Any]]) -> None:
-        """Add lines to the history; they are on the disk when this returns.
+        """Add lines to the history. They are on the disk when this returns.
 
-        Raises UserError where another process has other lines, or the file cannot be written.
+        Raises UserError if another process has other lines, or the file cannot be written.
         """
         untimed = [{name: value for name, value in record.items() if name != "seconds"} for record in records]
         line = self.history_path.name + f" from individual {records[0]['id']} on, of checksum" if records else "no lines"
@@ -75,7 +80,7 @@ class RunFolder:
             os.fsync(self._history.fileno())
 
     def keep(self, count: int) -> list[dict[str, Any]]:
-        """Drop all lines of the history but the first `count`, and return these."""
+        """Drop all lines of the history after the first `count`; return the remaining ones."""
         self.recorded = self.recorded[:count]
         if not hosts.is_first():
             return list(self.recorded)
@@ -86,7 +91,7 @@ class RunFolder:
         return list(self.recorded)
 
     def save_state(self, state: Any) -> None:
-        """Keep the numbers of a pytree beside the history, whole or not at all, and the ones before."""
+        """Save a pytree's numbers beside the history, atomically, and keep the previous ones."""
         if not hosts.is_first():
             return
         with self.writing():
@@ -95,24 +100,24 @@ class RunFolder:
             files.sync(self.path)
 
     def states(self, like: Any) -> Iterator[Any]:
-        """What `save_state` kept and can be read, newest first, in the structure and types of `like`."""
+        """Yield the readable saved states, newest first, in the structure and types of `like`."""
         leaves, structure = jax.tree.flatten(like)
         types = [type(leaf) if isinstance(leaf, bool | int | float) else jnp.asarray for leaf in leaves]
         for path in (self.state_path, self._previous_path):
             kept = hosts.from_first(lambda path=path: _arrays(path))
             try:
                 state = [kind(value) for kind, value in zip(types, kept, strict=True)]
-            except (ValueError, TypeError):  # not whole, or another search's
+            except (ValueError, TypeError):  # incomplete, or from another search
                 continue
             yield jax.tree.unflatten(structure, state)
 
     def settle(self) -> None:
-        """All files of the folder are on the disk when this returns."""
+        """Wait until all files of the folder are on the disk."""
         for path in self.path.iterdir():
             files.sync(path)
 
     def must_continue(self, draft: dict[str, Any], record: dict[str, Any]) -> None:
-        """Refuse a line of the history that is not the individual which this search makes in its place."""
+        """Raise UserError if a line of the history is not the individual that this search makes at this point."""
         if any(draft[name] != record.get(name) for name in draft):
             raise UserError(
                 f"--resume: individual {draft['id']} of {self.history_path} is not the one that this search makes "
@@ -120,18 +125,18 @@ class RunFolder:
             )
 
     def writing(self) -> AbstractContextManager[None]:
-        """Turn an OSError in here, a full disk say, into a UserError that says how to go on."""
-        way_out = "make room, then go on with --resume" if self.history_path.exists() else "give another folder"
+        """Turn an OSError in here, such as for a full disk, into a UserError that says how to continue."""
+        way_out = "make room, then continue with --resume" if self.history_path.exists() else "give another folder"
         return files.writing(f"--output-path {self.path}", way_out)
 
     def _open(self, config: dict[str, Any], resume: bool, overwrite: bool) -> tuple[list[dict[str, Any]], bool]:
-        """The folder, locked: the records that it has, and whether a run goes on there."""
+        """Open and lock the folder. Returns its records, and whether a run continues there."""
         path, self.recorded = self.path, []
         started = self.history_path.exists() or (path / "config.json").exists()
         if resume and not started and not (path.is_dir() and not any(path.iterdir())):
-            raise UserError(f"--resume: {path} holds no run (no config.json); leave --resume out to begin one")
+            raise UserError(f"--resume: {path} contains no run (no config.json); remove --resume to start one")
         if not (resume or overwrite) and self.history_path.exists():
-            raise UserError(f"--output-path {path} holds a run already; give --resume to go on with it, or another folder")
+            raise UserError(f"--output-path {path} already contains a run; pass --resume to continue, or give another folder")
         with self.writing():
             try:
                 path.mkdir(parents=True, exist_ok=True)
@@ -139,8 +144,8 @@ class RunFolder:
             except FileExistsError as error:
                 if not path.is_dir():
                     raise UserError(f"--output-path {path}: a file is there, not a folder; give another folder") from error
-                # Another process began a run in this moment.
-                raise UserError(f"--output-path {path} holds a run already; give another folder") from error
+                # Another process has just started a run.
+                raise UserError(f"--output-path {path} already contains a run; give another folder") from error
         try:
             files.lock(self._history, path)
             if overwrite:
@@ -167,7 +172,7 @@ class RunFolder:
         return self.path / "state.previous.npz"
 
     def _config_before(self, needed: bool) -> Any:
-        """config.json; None where it is damaged and not needed: there are no lines that it stands for."""
+        """config.json; None if it is damaged and no lines depend on it."""
         try:
             return read_json(self.path / "config.json", dict)
         except UserError:
@@ -176,7 +181,7 @@ class RunFolder:
             return None
 
     def _whole_lines(self) -> bytes:
-        """The lines of the history up to the first that is damaged; their records are `recorded`."""
+        """The lines of the history before the first incomplete one; their records are appended to `recorded`."""
         kept = b""
         for line in self.history_path.read_bytes().splitlines(keepends=True):
             try:
@@ -188,7 +193,7 @@ class RunFolder:
             if wrong := _wrong_in(record):
                 raise UserError(
                     f"--resume: {self.history_path}, line {len(self.recorded) + 1}: {wrong}; "
-                    "remove it and the lines behind it, or give another --output-path"
+                    "remove it and the lines after it, or give another --output-path"
                 )
             self.recorded.append(record)
             kept += line
@@ -196,30 +201,30 @@ class RunFolder:
 
 
 def _wrong_in(record: dict[str, Any]) -> str | None:
-    """What a line of the history that is JSON lacks, or has of another kind; None for a good one."""
-    of_search = {"fitness", "factors", "cached", "accuracy", "log_likelihood"}
-    needed = {"fitness", "factors", "accuracies", "task_losses", "seconds"} if "step" in record else of_search
+    """What is wrong with a line of the history that is JSON; None for a good line."""
+    for_search = {"fitness", "factors", "cached", "accuracy", "log_likelihood"}
+    needed = {"fitness", "factors", "accuracies", "task_losses", "seconds"} if "step" in record else for_search
     if missing := sorted(needed - record.keys()):
-        return f"no line of a history ({', '.join(missing)} missing)"
+        return f"not a line of a history ({', '.join(missing)} missing)"
     if record["fitness"] is None and "step" not in record:
         needed = {"prompt", "first_layer"}
         if not isinstance(record.get("not_finite"), dict) or needed - record["not_finite"].keys():
-            return "no line of a history (a fitness of null, and not where it is not finite)"
+            return "not a line of a history (a fitness of null without the point where scores become not finite)"
     wrong = [name for name, is_right in _RIGHT.items() if name in record and not is_right(record[name])]
-    return f"no line of a history ({wrong[0]} is {record[wrong[0]]!r:.60})" if wrong else None
+    return f"not a line of a history ({wrong[0]} is {record[wrong[0]]!r:.60})" if wrong else None
 
 
 def _by_position(value: Any, *, nulls: bool = True) -> bool:
-    """Numbers by position, or such records by the tasks of a mixture."""
+    """Whether the value has numbers by position, or such records for each task of a mixture."""
     if not isinstance(value, dict) or not value:
         return False
-    of_tasks = list(value.values()) if all(isinstance(of_task, dict) for of_task in value.values()) else [value]
-    numbers = [number for of_task in of_tasks for number in of_task.values()]
-    return all(of_tasks) and all((nulls and number is None) or is_number(number) for number in numbers)
+    tasks = list(value.values()) if all(isinstance(task, dict) for task in value.values()) else [value]
+    numbers = [number for task in tasks for number in task.values()]
+    return all(tasks) and all((nulls and number is None) or is_number(number) for number in numbers)
 
 
 def _factors(value: Any) -> bool:
-    """Lists of numbers, or of null for a frequency that stands still."""
+    """Whether the value has lists of numbers, with null for a frequency that does not rotate."""
 
     def numbered(part: Any) -> Any:
         return [numbered(inner) for inner in part] if isinstance(part, list) else 1.0 if part is None else part
@@ -249,7 +254,7 @@ _RIGHT: dict[str, Callable[[Any], bool]] = {
 
 
 def _arrays(path: Path) -> list[np.ndarray]:
-    """Of an .npz file; none of one that is not there, or not whole."""
+    """The arrays of an .npz file; none if it is missing or incomplete."""
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as saved:
             return [saved[name] for name in saved.files]

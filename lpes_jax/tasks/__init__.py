@@ -1,7 +1,7 @@
 """The tasks by name.
 
-A task makes prompts with their gold answers and positions, and scores what a model says: `lpes_jax.tasks.prompts.Task`.
-`perplexity` alone has windows of tokens instead: `lpes_jax.tasks.perplexity.Perplexity`.
+A task makes prompts with gold answers and positions, and scores the model's outputs: `lpes_jax.tasks.prompts.Task`. The
+exception is `perplexity`, which has windows of tokens: `lpes_jax.tasks.perplexity.Perplexity`.
 """
 
 from dataclasses import fields
@@ -41,22 +41,30 @@ TASKS = tuple(CLASSES)
 
 
 def settings_of(name: str) -> tuple[str, ...]:
-    """The names of a task's settings. Raises UserError for a name that is no task's."""
+    """The names of a task's settings. Raises UserError for an unknown task."""
     if name not in CLASSES:
         raise UserError(f"--task {name!r} is not known; the tasks are: {', '.join(TASKS)}")
     return tuple(field.name for field in fields(CLASSES[name]) if field.name != "benchmark")
 
 
 def make_task(name: str, **settings: Any) -> Any:
-    """The task `name` (a `Task`, or `Perplexity`) with its own settings: the fields of its class, where they are described.
+    """Make a task with its own settings.
 
-    Raises UserError for a name or a setting that is none, and whatever the class finds wrong.
+    Args:
+        name: One of `TASKS`.
+        settings: Fields of the task's class, which documents them.
+
+    Returns:
+        A `Task`, or a `Perplexity`.
+
+    Raises:
+        UserError: The task or a setting is unknown, or the class refuses a value.
     """
     known = settings_of(name)
     unknown = [setting for setting in settings if setting not in known]
     if unknown:
         flags = ", ".join(_flag(setting) for setting in known)
-        raise UserError(f"{_flag(unknown[0])} is no setting of --task {name}; it has: {flags}")
+        raise UserError(f"{_flag(unknown[0])} is not a setting of --task {name}, which has: {flags}")
     for count in ("max_prompt_tokens", "max_new_tokens"):
         if (value := settings.get(count)) is not None and value < 1:
             raise UserError(f"{_flag(count)} must be at least 1, got {value}")

@@ -1,4 +1,4 @@
-"""A task whose questions are asked in a chat: `ChatTask(task, chat.render)`. How a chat looks is the model's business."""
+"""A task whose questions are asked in a chat: `ChatTask(task, chat.render)`. The model's package defines the chat's format."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,8 +11,8 @@ from lpes_jax.tasks.prompts import Cut, Prompt, Split, Task
 class ChatTask:
     """`task` with each prompt rendered as a user's message, up to where the answer begins.
 
-    A forced opener is the beginning of the answer, so it stands behind all that the chat writes. Where nothing is forced and
-    the chat ends with a line end, each admitted answer is admitted without its leading space as well, and options lose it.
+    A forced opener is the beginning of the answer, so it comes after everything that the chat format adds. If nothing is forced
+    and the chat ends with a line end, each admitted answer is also admitted without its leading space, and options lose it.
     """
 
     task: Task[Any]
@@ -21,7 +21,7 @@ class ChatTask:
     name: ClassVar[str]
 
     def __post_init__(self):
-        object.__setattr__(self, "name", self.task.name)  # records know it as the task that it is
+        object.__setattr__(self, "name", self.task.name)  # records use the name of the inner task
 
     @property
     def num_items(self) -> int:
@@ -60,7 +60,7 @@ class ChatTask:
     def prompt(self, example: Any, slot: int, position: int | None = None) -> Prompt:
         prompt = self.task.prompt(example, slot, position)
         question = prompt.text if self.task.plain is None else self.task.plain.prompt(example, slot, position).text
-        assert prompt.text.startswith(question), "a task's prompt is its plain prompt with the opener behind it"
+        assert prompt.text.startswith(question), "a task's prompt is its plain prompt followed by the opener"
         opener = prompt.text[len(question) :]
         text, answers, options = self.render(question), prompt.answers, prompt.options
         if not opener and text[-1:].isspace():
@@ -71,9 +71,9 @@ class ChatTask:
 
 
 def _moved(cut: Cut, question: str, chat: str) -> Cut | None:
-    # Templates may strip the question. None where one wrote something else: then nothing is cut, and too long is an error.
-    at = chat.find(question.strip())
-    if at < 0:
+    # Templates may strip the question. None if the template changed it: then nothing can be cut, and too long is an error.
+    start = chat.find(question.strip())
+    if start < 0:
         return None
-    by = at - (len(question) - len(question.lstrip()))
-    return replace(cut, start=cut.start + by, end=cut.end + by, places=tuple(place + by for place in cut.places))
+    by = start - (len(question) - len(question.lstrip()))
+    return replace(cut, start=cut.start + by, end=cut.end + by, ends=tuple(end + by for end in cut.ends))

@@ -1,4 +1,4 @@
-"""RULER's common words (Hsieh et al., 2024): which ten words of a numbered list stand there most often?
+"""RULER's common words (Hsieh et al., 2024): which ten words are the most frequent in a numbered list?
 
     Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that appear most
     often.
@@ -6,16 +6,16 @@
     Question: What are the 10 most common words in the above list? Answer: The top 10 words that appear most often in the list
     are:
 
-Before it stands a solved example of the same kind, with other words. Template, answer prefix, numbers and score are those of
-NVIDIA/RULER (Apache-2.0), `scripts/data/synthetic/common_words_extraction.py`, to the byte; the code is written anew. Words
-come from our own list (`words.py`), or from a file of one word a line (`data`), where RULER takes the package wonderwords.
+A solved example of the same kind, with other words, comes first. Template, answer prefix, numbers and score equal those of
+NVIDIA/RULER (Apache-2.0), `scripts/data/synthetic/common_words_extraction.py`, byte for byte; the code is our own. Words come
+from our own list (`words.py`), or from a file of one word per line (`data`); RULER uses the package wonderwords.
 
-The words asked for stand 30 times each, all others three times; with `short_lists`, as RULER has it for prompts below 4,096
-tokens, six times and once. `placing`: `spread` is RULER's, all words in a random order; there are no positions then.
-`together`: the common words stand in one block at the slot, in a random order among themselves, so that their depth is under
-control.
+Each of the ten common words occurs 30 times, all others three times. With `short_lists`, which RULER uses for prompts below
+4,096 tokens, they occur six times and once. With `placing="spread"`, as in RULER, all words are in a random order, and there
+are no positions. With `together`, the common words form one block at the slot, in a random order within the block, which
+controls their depth.
 
-The first common word decides by a hash whether an example belongs to `search` (40 %) or `test` (60 %).
+A hash of the first common word assigns an example to `search` (40 %) or `test` (60 %).
 """
 
 import random
@@ -28,12 +28,12 @@ from typing import ClassVar
 
 from lpes_jax.choices import Placing
 from lpes_jax.errors import UserError
-from lpes_jax.limits import check_bounds, check_text_size
-from lpes_jax.tasks.data import content_id, need_file, split_of
-from lpes_jax.tasks.metrics import contains, normalise, substring
+from lpes_jax.limits import check_bounds
+from lpes_jax.tasks.data import content_id, generated_count, need_file, split_of
 from lpes_jax.tasks.needle import one_of
-from lpes_jax.tasks.prompts import Generation, Prompt, Split
+from lpes_jax.tasks.prompts import Prompt, Split
 from lpes_jax.tasks.prompts import position as position_of
+from lpes_jax.tasks.recall import Recall
 from lpes_jax.tasks.words import ADJECTIVES, NOUNS, VERBS
 from lpes_jax.text_files import OtherEncoding, read_text
 
@@ -48,7 +48,7 @@ OWN_WORDS = ADJECTIVES + NOUNS + VERBS
 
 @dataclass(frozen=True)
 class Example:
-    """The words of the list, the common ones first; those of the solved example; and the seeds of their orders."""
+    """The words of the list, the common ones first; the words of the solved example; and the seeds of their orders."""
 
     words: tuple[str, ...]
     shot: tuple[str, ...]
@@ -61,13 +61,17 @@ class Example:
 
 
 @dataclass(frozen=True)
-class CommonWords(Generation):
+class CommonWords(Recall):
     """The task `cwe`.
 
-    num_words: different words of a list, the ten common ones among them.
-    short_lists, placing: see above. data: a text file of one word a line; None for our own words.
+    Attributes:
+        num_words: Different words of a list, including the ten common ones.
+        short_lists: See above.
+        placing: See above.
+        data: A text file of one word per line; None means our own words.
 
-    Raises UserError for settings that cannot be; `examples` does for a file that cannot be read, or has too few words.
+    Raises:
+        UserError: Invalid settings. From `examples`: the file cannot be read or has too few words.
     """
 
     num_words: int = 50
@@ -82,7 +86,7 @@ class CommonWords(Generation):
         if self.num_words < COMMON:
             raise UserError(f"--num-words {self.num_words}: a list has {COMMON} common words; use at least {COMMON}")
         if self.data is not None:
-            need_file(self.data, "a text file of one word a line")
+            need_file(self.data, "a text file of one word per line")
         elif self.num_words > len(OWN_WORDS):
             raise UserError(f"--num-words {self.num_words}: there are {len(OWN_WORDS)} words; use fewer, or --data FILE")
 
@@ -98,25 +102,16 @@ class CommonWords(Generation):
     def max_new_tokens(self) -> int:
         return 120
 
-    @property
-    def plain(self) -> None:
-        return None
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        return ("recall", "recall_bounded")
-
     def examples(self, split: Split, count: int | None, seed: int) -> list[Example]:
-        """The first `count` examples of the split, each from a random stream of its own."""
-        if count is None or count < 0:
-            raise UserError(f"--limit must not be negative, got {count}" if count else "generated lists need a --limit")
-        check_text_size(count, f"--num-words {self.num_words}", 12 * self._entries, "--limit or --num-words")
+        """The first `count` examples of the split, each from its own random stream."""
+        size = 12 * self._entries
+        count = generated_count(count, "lists", f"--num-words {self.num_words}", size, "--limit or --num-words")
         words = OWN_WORDS if self.data is None else self._read(self.data)
         return [self._generate(words, split, index, seed) for index in range(count)]
 
     def prompt(self, example: Example, slot: int, position: int | None = None) -> Prompt:
-        """The example in its order; with `together` the common words stand before the word at `slot` of the others."""
-        own_position = position_of(slot, self.num_items)  # refuses a slot that is not there
+        """The example in its order; with `together` the common words come before the word at `slot` of the others."""
+        own_position = position_of(slot, self.num_items)  # refuses a slot that does not exist
         common = example.words[:COMMON]
         words = _shuffled(example.words, self._repeats, example.order)
         if self.placing == "together":
@@ -138,14 +133,6 @@ class CommonWords(Generation):
             golds=common,
         )
 
-    def score(self, output: str, prompt: Prompt) -> dict[str, float]:
-        """RULER's string_match_all: the share of the ten words that stand anywhere in the output; and at word ends only."""
-        said, golds = normalise(output), prompt.references
-        return {
-            "recall": sum(substring(output, gold) for gold in golds) / len(golds),
-            "recall_bounded": sum(contains(said, normalise(gold), bounded=True) for gold in golds) / len(golds),
-        }
-
     @property
     def _entries(self) -> int:
         common, others = self._repeats
@@ -156,14 +143,14 @@ class CommonWords(Generation):
         return 20 if self.short_lists else 40
 
     def _generate(self, words: Sequence[str], split: Split, index: int, seed: int) -> Example:
-        # As in key_value.py: a string seeds the same everywhere, and getrandbits is the bare Mersenne Twister.
+        # See key_value.py: string seeds and getrandbits give the same values on every platform.
         rng = random.Random(f"lpes cwe {seed} {split} {index}")
-        of_split = words if split == "all" else [word for word in words if split_of(word) == split]
-        first = one_of(of_split, rng)
+        candidates = words if split == "all" else [word for word in words if split_of(word) == split]
+        first = one_of(candidates, rng)
         left = [word for word in words if word != first]
         chosen = [left.pop(rng.getrandbits(32) % len(left)) for _ in range(self.num_words - 1)]
         if len(left) < self._shot_words:
-            left += chosen  # RULER draws the solved example's words from the same list in any case
+            left += chosen  # RULER always draws the solved example's words from the same list
         shot = [left.pop(rng.getrandbits(32) % len(left)) for _ in range(self._shot_words)]
         return Example((first, *chosen), tuple(shot), rng.getrandbits(32), rng.getrandbits(32))
 
@@ -174,7 +161,7 @@ class CommonWords(Generation):
             raise UserError(f"--data {path}: not readable as UTF-8 text ({error})") from error
         needed = max(self.num_words, 2 * self._shot_words)
         if len(words) < needed:
-            raise UserError(f"--data {path}: {len(words)} different words, and {needed} are needed; use fewer --num-words")
+            raise UserError(f"--data {path}: {len(words)} different words, but {needed} are needed; use fewer --num-words")
         return words
 
 

@@ -1,4 +1,4 @@
-"""The tasks that flags ask for. The flags themselves: TaskSettings in lpes_jax/settings/groups.py."""
+"""Make the tasks that flags ask for. The flags themselves are TaskSettings in lpes_jax/settings/groups.py."""
 
 import re
 from typing import Any
@@ -19,9 +19,9 @@ SETTINGS = tuple(name for name in TaskSettings().flat() if name not in ("task", 
 
 
 def task_of(flags: TaskSettings, **more: Any) -> Any:
-    """The task that the flags ask for. Raises UserError as `make_task` does, and where they ask for several."""
+    """The task that the flags ask for. Raises UserError as `make_task`, and if the flags ask for several tasks."""
     if flags.mixture is not None:
-        raise UserError("--mixture is for a search; here give one --task with its flags")
+        raise UserError("--mixture is for a search; give a single --task with its flags here")
     if isinstance(flags.task, tuple) and len(flags.task) > 1:
         raise UserError(f"--task {' '.join(flags.task)}: several tasks are for a search; give one at a time here")
     first, *others = tasks_of(flags, **more)
@@ -32,7 +32,7 @@ def task_of(flags: TaskSettings, **more: Any) -> Any:
 
 
 def name_of(flags: TaskSettings) -> TaskName:
-    """The name of the one task. Raises UserError where there are several."""
+    """The name of the single task. Raises UserError if there are several."""
     names = (flags.task,) if isinstance(flags.task, str) else flags.task
     if len(names) != 1:
         raise UserError(f"--task {' '.join(names) or 'without a name'}: give one task")
@@ -40,18 +40,18 @@ def name_of(flags: TaskSettings) -> TaskName:
 
 
 def given(flags: TaskSettings) -> dict[str, Any]:
-    """The settings of tasks that the flags name."""
+    """The task settings that the flags set."""
     found = {name: getattr(flags, name) for name in SETTINGS}
     return {name: value for name, value in found.items() if value is not None and value is not False and value != ()}
 
 
 def tasks_of(flags: TaskSettings, **more: Any) -> list[Any]:
-    """The task of each length that the flags name: one, unless `num_pairs` or the like are several."""
+    """One task per length: several if `num_pairs` or another length has several values."""
     return make_tasks(name_of(flags), given(flags), **more)
 
 
 def make_tasks(name: TaskName, settings: dict[str, Any], **more: Any) -> list[Any]:
-    """The task `name` in each of its lengths. `more`: settings that those tasks get that have them."""
+    """The task `name`, once per length. `more` are further settings, used by tasks that have them."""
     settings, own = dict(settings), settings_of(name)
     if name == "kv":
         settings.setdefault("num_pairs", 50)
@@ -62,9 +62,7 @@ def make_tasks(name: TaskName, settings: dict[str, Any], **more: Any) -> list[An
     lengths = settings.pop(setting)
     lengths = lengths if isinstance(lengths, tuple) else (lengths,)
     if len(set(lengths)) < len(lengths):
-        raise UserError(
-            f"--{setting.replace('_', '-')} {' '.join(map(str, lengths))}: a length stands there twice; give it once"
-        )
+        raise UserError(f"--{setting.replace('_', '-')} {' '.join(map(str, lengths))}: a length is repeated; give it once")
     return [_of_length(name, settings, setting, length) for length in lengths]
 
 
@@ -79,7 +77,7 @@ def _of_length(name: str, settings: dict[str, Any], setting: str, length: Length
 
 
 def title_of(flags: TaskSettings, task: Any) -> str:
-    """What pictures and tables call it: `10 documents`, `5 to 20 documents`, `zero_scrolls qasper`."""
+    """The task's title in plots and tables: `10 documents`, `5 to 20 documents`, `zero_scrolls qasper`."""
     name = name_of(flags)
     if name in SIZES:
         setting, items = SIZES[name]

@@ -1,19 +1,19 @@
-"""RULER's frequent words (Hsieh et al., 2024): which three coded words stand most often in a text?
+"""RULER's frequent words (Hsieh et al., 2024): which three coded words are the most frequent in a text?
 
     Read the following coded text and track the frequency of each coded word. Find the three most frequently appeared coded
     words. gulkyz ... ... mfkbjz kpnyfs kpnyfs ... gulkyz ... Question: Do not provide any explanation. Please ignore the dots
     '....'. What are the three most frequently appeared words in the above coded text? Answer: According to the coded text
     above, the three most frequently appeared words are:
 
-Template, answer prefix, the frequencies (the word of rank k stands num_words / (k^alpha zeta(alpha)) times, rounded down, and
-that of rank 1 is the dots) and the score are those of NVIDIA/RULER (Apache-2.0),
-`scripts/data/synthetic/freq_words_extraction.py`, to the byte; the code is written anew. Where this differs: each example is
-shuffled by a seed of its own, and its words differ.
+Template, answer prefix, frequencies and score equal those of NVIDIA/RULER (Apache-2.0),
+`scripts/data/synthetic/freq_words_extraction.py`, byte for byte; the code is our own. The word of rank k occurs
+num_words / (k^alpha zeta(alpha)) times, rounded down; rank 1 is the dots. Unlike in RULER, each example has its own words and
+its own seed of their order.
 
-`placing`: `spread` is RULER's, all words in a random order; there are no positions then. `together`: the words asked for stand
-in one block at the slot, in a random order among themselves, so that their depth is under control.
+With `placing="spread"`, as in RULER, all words are in a random order, and there are no positions. With `together`, the words
+asked for form one block at the slot, in a random order within the block, which controls their depth.
 
-The most frequent word decides by a hash whether an example belongs to `search` (40 %) or `test` (60 %).
+A hash of the most frequent word assigns an example to `search` (40 %) or `test` (60 %).
 """
 
 import random
@@ -25,11 +25,11 @@ import numpy as np
 
 from lpes_jax.choices import Placing
 from lpes_jax.errors import UserError
-from lpes_jax.limits import check_bounds, check_text_size
-from lpes_jax.tasks.data import content_id, split_of
-from lpes_jax.tasks.metrics import contains, normalise, substring
-from lpes_jax.tasks.prompts import Generation, Prompt, Split
+from lpes_jax.limits import check_bounds
+from lpes_jax.tasks.data import content_id, generated_count, split_of
+from lpes_jax.tasks.prompts import Prompt, Split
 from lpes_jax.tasks.prompts import position as position_of
+from lpes_jax.tasks.recall import Recall
 
 QUESTION = (
     "Read the following coded text and track the frequency of each coded word. Find the three most frequently appeared coded "
@@ -44,7 +44,7 @@ _ASKED = slice(1, 4)  # ranks
 
 @dataclass(frozen=True)
 class Example:
-    """The coded words by their rank, the dots first, and the seed of their order in the text."""
+    """The coded words by rank, the dots first, and the seed of their order in the text."""
 
     words: tuple[str, ...]
     order: int
@@ -55,13 +55,16 @@ class Example:
 
 
 @dataclass(frozen=True)
-class FrequentWords(Generation):
+class FrequentWords(Recall):
     """The task `fwe`.
 
-    num_words: words of a text, RULER's number before rounding. alpha: how fast frequencies fall with the rank.
-    placing: see above.
+    Attributes:
+        num_words: Words of a text (RULER's number, before rounding).
+        alpha: The exponent by which frequencies fall with the rank.
+        placing: See above.
 
-    Raises UserError for settings that cannot be.
+    Raises:
+        UserError: Invalid settings.
     """
 
     num_words: int = 500
@@ -75,8 +78,8 @@ class FrequentWords(Generation):
         counts = self._counts(6)
         if not counts[3] > counts[4]:
             raise UserError(
-                f"--num-words {self.num_words} and --alpha {self.alpha:g}: the third word would stand {counts[3]} times and "
-                f"the fourth {counts[4]} times, so that neither is the more frequent; use more words"
+                f"--num-words {self.num_words} and --alpha {self.alpha:g}: the third and the fourth word would occur equally "
+                f"often ({counts[3]} and {counts[4]} times); use more words"
             )
 
     @property
@@ -90,24 +93,15 @@ class FrequentWords(Generation):
     def max_new_tokens(self) -> int:
         return 50
 
-    @property
-    def plain(self) -> None:
-        return None
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        return ("recall", "recall_bounded")
-
     def examples(self, split: Split, count: int | None, seed: int) -> list[Example]:
-        """The first `count` examples of the split, each from a random stream of its own."""
-        if count is None or count < 0:
-            raise UserError(f"--limit must not be negative, got {count}" if count else "generated words need a --limit")
-        check_text_size(count, f"--num-words {self.num_words}", 7 * self.num_words, "--limit or --num-words")
+        """The first `count` examples of the split, each from its own random stream."""
+        size = 7 * self.num_words
+        count = generated_count(count, "words", f"--num-words {self.num_words}", size, "--limit or --num-words")
         return [self._generate(split, index, seed) for index in range(count)]
 
     def prompt(self, example: Example, slot: int, position: int | None = None) -> Prompt:
-        """The example in its order; with `together` the words asked for stand before the word at `slot` of the others."""
-        own_position = position_of(slot, self.num_items)  # refuses a slot that is not there
+        """The example in its order; with `together` the words asked for come before the word at `slot` of the others."""
+        own_position = position_of(slot, self.num_items)  # refuses a slot that does not exist
         counts = self._counts(len(example.words))
         asked = example.words[_ASKED]
         text = [word for word, times in zip(example.words, counts, strict=True) for _ in range(times)]
@@ -126,16 +120,8 @@ class FrequentWords(Generation):
             golds=asked,
         )
 
-    def score(self, output: str, prompt: Prompt) -> dict[str, float]:
-        """RULER's string_match_all: the share of the three words that stand anywhere in the output; and at word ends only."""
-        said, golds = normalise(output), prompt.references
-        return {
-            "recall": sum(substring(output, gold) for gold in golds) / len(golds),
-            "recall_bounded": sum(contains(said, gold, bounded=True) for gold in golds) / len(golds),
-        }
-
     def _counts(self, words: int | None = None) -> np.ndarray:
-        """How often the word of each rank stands in a text; None for all words that do."""
+        """How often the word of each rank occurs in a text; `words` None: for all ranks that occur."""
         rank = np.arange(1, (words or self._num_ranks()) + 1)
         return (self.num_words * (rank**-self.alpha) / _zeta(self.alpha)).astype(int)
 
@@ -143,7 +129,7 @@ class FrequentWords(Generation):
         return max(4, int((self.num_words / _zeta(self.alpha)) ** (1 / self.alpha)))
 
     def _generate(self, split: Split, index: int, seed: int) -> Example:
-        # As in key_value.py: a string seeds the same everywhere, and getrandbits is the bare Mersenne Twister.
+        # See key_value.py: string seeds and getrandbits give the same values on every platform.
         rng = random.Random(f"lpes fwe {seed} {split} {index}")
         words = [DOTS]
         while len(words) < self._num_ranks():

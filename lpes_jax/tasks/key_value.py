@@ -9,19 +9,18 @@
     Key: "9f4a92b9-..."
     Corresponding value:
 
-The template is theirs to the byte. Behind it stands an opener, ` "` by default: small models often know the value and
-fail on how an answer begins, so the opener belongs to the question, and what is measured is retrieval. With
-`answer_opener=None` nothing stands there and each of `openers` is admitted before the value.
+The template is theirs byte for byte. An opener follows it, ` "` by default: small models often know the value but fail on how
+an answer begins. With the opener in the question, the task measures retrieval. With `answer_opener=None` nothing follows the
+template, and each of `openers` is admitted before the value.
 
-Examples are made by a seeded generator, the same bytes on every platform, or read from lost-in-the-middle's files
-(`kv-retrieval-75_keys.jsonl.gz`, 140 and 300: lines of ordered_kv_records, key, value). Every example belongs to `search`
-(40 %) or `test` (60 %) by a hash of its gold key alone: the two never overlap, whatever the seeds, counts and files. `all` is
-both.
+Examples come from a seeded generator, identical on every platform, or from lost-in-the-middle's files
+(`kv-retrieval-75_keys.jsonl.gz`, 140 and 300: lines of ordered_kv_records, key, value). A hash of the gold key assigns every
+example to `search` (40 %) or `test` (60 %). The two never overlap, for any seeds, counts and files. `all` is both.
 
-`queries_per_haystack` > 1 asks several questions about the same pairs, which then stay where they are: the questions move. At a
-position they ask for the keys nearest to it, one key a prompt. So all prompts of a haystack, at all positions, are alike up to
-the key at their end, and what they share is computed once. All keys of a generated haystack are of the example's split; of a
-file's row, those that are asked for.
+`queries_per_haystack` > 1 asks several questions about the same pairs. The pairs then stay in place and the questions move: at
+a position they ask for the keys nearest to it, one key per prompt. All prompts of a haystack, at all positions, are therefore
+equal up to the key at their end, and the shared part is computed once. All keys of a generated haystack belong to the example's
+split; in a file's row, those that are asked for do.
 """
 
 import random
@@ -32,8 +31,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from lpes_jax.errors import UserError
-from lpes_jax.limits import check_bounds, check_text_size
-from lpes_jax.tasks.data import content_id, json_rows, split_of, take
+from lpes_jax.limits import check_bounds
+from lpes_jax.tasks.data import content_id, generated_count, json_rows, split_of, take
 from lpes_jax.tasks.metrics import substring
 from lpes_jax.tasks.prompts import Generation, Prompt, Split
 from lpes_jax.tasks.prompts import position as position_of
@@ -59,7 +58,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Question:
-    """The question with this number about pairs that stay in their order; it may ask for those at the slots `askable`."""
+    """One of several questions about pairs that keep their order; it may ask for those at the slots `askable`."""
 
     pairs: tuple[tuple[str, str], ...]
     number: int
@@ -70,22 +69,25 @@ class Question:
         return content_id(self.pairs, self.number)
 
     def slot(self, slot: int) -> int:
-        """Where the pair asked for stands: the nearest to `slot` for question 0, the next for 1, ..."""
-        return sorted(self.askable, key=lambda at: abs(at - slot))[self.number]
+        """The slot of the pair asked for: the nearest to `slot` for question 0, the next for 1, ..."""
+        return sorted(self.askable, key=lambda askable: abs(askable - slot))[self.number]
 
 
 @dataclass(frozen=True)
 class KeyValue(Generation):
     """The task `kv`.
 
-    num_pairs: pairs in a prompt; where a file's rows have more, the gold pair and the first others.
-    key_length: None for UUIDs (36 characters), or N: keys and values of N lowercase hexadecimal characters.
-    data: a .jsonl or .jsonl.gz of lost-in-the-middle; None generates.
-    answer_opener: stands at the prompt's end, and the answer is the bare value; None or empty admits `openers` instead.
-    query_aware: the key stands before the data as well (lost-in-the-middle's query-aware contextualization).
-    queries_per_haystack: so many examples in turn are questions about the same pairs: see above.
+    Attributes:
+        num_pairs: Pairs in a prompt. If a file's rows have more, the gold pair and the first others are used.
+        key_length: None for UUIDs (36 characters), or N: keys and values of N lowercase hexadecimal characters.
+        data: A .jsonl or .jsonl.gz of lost-in-the-middle; None generates the pairs.
+        answer_opener: The end of the prompt, so that the answer is the bare value. None or empty admits `openers` instead.
+        openers: What may come before the value.
+        query_aware: Whether the key also comes before the data (lost-in-the-middle's query-aware contextualization).
+        queries_per_haystack: The number of consecutive examples that ask about the same pairs (see above).
 
-    Raises UserError for settings that cannot be; `examples` does for a file that cannot be read.
+    Raises:
+        UserError: Invalid settings. From `examples`: the file cannot be read.
     """
 
     num_pairs: int
@@ -102,18 +104,18 @@ class KeyValue(Generation):
         check_bounds(self)
         if self.key_length is not None:
             if self.data is not None:
-                raise UserError("--key-length is for generated pairs; leave it out with --data")
+                raise UserError("--key-length is for generated pairs; remove it, or --data")
             if 16**self.key_length < self.num_pairs:
                 raise UserError(
                     f"--key-length {self.key_length} gives only {16**self.key_length} distinct keys for --num-pairs "
                     f"{self.num_pairs}; use longer keys or fewer pairs"
                 )
         if self.data is not None and not self.data.is_file():
-            raise UserError(f"--data {self.data}: no such file; leave --data out to generate the pairs")
+            raise UserError(f"--data {self.data}: no such file; remove --data to generate the pairs")
         if not 1 <= self.queries_per_haystack <= self.num_pairs:
             raise UserError(
-                f"--queries-per-haystack {self.queries_per_haystack}: one prompt asks for one of its {self.num_pairs} pairs, "
-                "so it goes from 1 to --num-pairs"
+                f"--queries-per-haystack {self.queries_per_haystack}: must be from 1 to --num-pairs, {self.num_pairs}, because "
+                "each prompt asks for one of the pairs"
             )
         if self.queries_per_haystack > 1 and self.key_length is not None and 4 * self.num_pairs > 16**self.key_length:
             raise UserError(
@@ -133,40 +135,37 @@ class KeyValue(Generation):
 
     @property
     def plain(self) -> "KeyValue | None":
-        """The same questions with nothing behind "Corresponding value:"; None where nothing is forced already."""
+        """The same questions with nothing after "Corresponding value:"; None if nothing is forced."""
         return replace(self, answer_opener=None) if self.answer_opener else None
 
     def examples(self, split: Split, count: int | None, seed: int) -> list[Any]:
-        """The first `count` examples of the split: of type `Example`, or `Question` where a haystack has several.
+        """The first `count` examples of the split: `Example`s, or `Question`s if a haystack has several.
 
-        Generated: example i comes from a random stream of its own, so more examples leave the first ones as they were;
-        and more pairs leave the gold pair and the first others as they were. From a file: the rows of the split in the
-        file's order; nothing is shuffled, `seed` has no effect.
+        Generated: each example has its own random stream, so a higher count keeps the first examples, and more pairs keep the
+        gold pair and the first others. From a file: the rows of the split in the file's order; nothing is shuffled, and `seed`
+        has no effect.
         """
         if self.data is None:
-            if count is None or count < 0:
-                raise UserError(f"--limit must not be negative, got {count}" if count else "generated pairs need a --limit")
-            item = f"--num-pairs {self.num_pairs}"
-            check_text_size(
-                count, item, self.num_pairs * (2 * (self.key_length or 36) + 8), "--limit, --num-pairs or --key-length"
-            )
+            size = self.num_pairs * (2 * (self.key_length or 36) + 8)
+            way_out = "--limit, --num-pairs or --key-length"
+            count = generated_count(count, "pairs", f"--num-pairs {self.num_pairs}", size, way_out)
             haystacks = [self._generate(split, index, seed) for index in range(-(-count // self.queries_per_haystack))]
             return [example for haystack in haystacks for example in haystack][:count]
         return take(self._read(self.data), split, count, _split, self.data)
 
     def prompt(self, example: Example | Question, slot: int, position: int | None = None) -> Prompt:
-        """The example with its gold pair at `slot`, the others in their order; or the question about the pair nearest to it."""
-        own_position = position_of(slot, self.num_pairs)  # refuses a slot that is not there
+        """The example with its gold pair at `slot`, the others in order; or the question about the pair nearest to it."""
+        own_position = position_of(slot, self.num_pairs)  # refuses a slot that does not exist
         if isinstance(example, Question):
             slot, records = example.slot(slot), example.pairs
         else:
             records = [*example.others[:slot], (example.key, example.value), *example.others[slot:]]
         key, value = records[slot]
-        # Not json.dumps: the original writes the strings as they are, one pair a line.
+        # Not json.dumps: the original writes the strings without escapes, one pair per line.
         lines = ",\n ".join(f'"{key}": "{value}"' for key, value in records)
         text = (QUERY_AWARE_TEMPLATE if self.query_aware else TEMPLATE).format(records=lines, key=key)
         forced = self.answer_opener or ""
-        others = "\0".join(part for at, record in enumerate(records) if at != slot for part in record)
+        others = "\0".join(part for index, record in enumerate(records) if index != slot for part in record)
         return Prompt(
             text=text + forced,
             answers=(value,) if forced else tuple(opener + value for opener in self.openers),
@@ -179,15 +178,15 @@ class KeyValue(Generation):
         )
 
     def score(self, output: str, prompt: Prompt) -> dict[str, float]:
-        """lost-in-the-middle's accuracy: the value stands anywhere in the output."""
+        """lost-in-the-middle's accuracy: the value occurs anywhere in the output."""
         return {"substring": float(substring(output, prompt.gold))}
 
     def _generate(self, split: Split, index: int, seed: int) -> list[Example | Question]:
-        # Seeding with a string goes through SHA-512, and getrandbits is the bare Mersenne Twister: the same everywhere.
+        # A string seed goes through SHA-512, and getrandbits is the bare Mersenne Twister: identical on every platform.
         rng = random.Random(f"lpes kv {seed} {split} {index}")
-        of_split = 1 if self.queries_per_haystack == 1 else self.num_pairs
+        num_split_keys = 1 if self.queries_per_haystack == 1 else self.num_pairs
         records: dict[str, str] = {}
-        while len(records) < of_split:
+        while len(records) < num_split_keys:
             key, value = self._draw(rng), self._draw(rng)
             while key in records or split not in ("all", split_of(key)):
                 key = self._draw(rng)
@@ -199,7 +198,7 @@ class KeyValue(Generation):
         return self._asked(list(records.items()), 0, range(self.num_pairs))
 
     def _asked(self, pairs: list[tuple[str, str]], gold: int, askable: Sequence[int]) -> list[Example | Question]:
-        """What is asked of pairs in this order."""
+        """The examples about pairs in this order."""
         if self.queries_per_haystack == 1:
             return [Example(*pairs[gold], (*pairs[:gold], *pairs[gold + 1 :]))]
         return [Question(tuple(pairs), number, tuple(askable)) for number in range(self.queries_per_haystack)]
@@ -231,28 +230,28 @@ class KeyValue(Generation):
         keys = [other for other, _ in records]
         if len(set(keys)) < len(keys):
             repeated = next(other for other in keys if keys.count(other) > 1)
-            raise UserError(f"{where}: the key {repeated!r} stands there twice, so the question has no one answer; remove one")
+            raise UserError(f"{where}: the key {repeated!r} is repeated, so the answer is ambiguous; remove one")
         if (key, value) not in records:
             raise UserError(f"{where}: the pair asked for ({key!r}) is not among ordered_kv_records; add it or remove the line")
         if not value.strip():
-            raise UserError(f"{where}: the value asked for is {value!r}, which every output holds; give it a value")
+            raise UserError(f"{where}: the value asked for is {value!r}, which every output contains; give it a value")
         if len(records) < self.num_pairs:
             raise UserError(f"{where}: {len(records)} pairs, but --num-pairs is {self.num_pairs}; use at most {len(records)}")
         others = [record for record in records if record[0] != key][: self.num_pairs - 1]
         kept = dict([(key, value), *others])
         pairs = [record for record in records if record[0] in kept]  # in the row's order
-        askable = [at for at, (other, text) in enumerate(pairs) if split_of(other) == split_of(key) and text.strip()]
+        askable = [slot for slot, (other, text) in enumerate(pairs) if split_of(other) == split_of(key) and text.strip()]
         if len(askable) < self.queries_per_haystack:
             raise UserError(
-                f"{where}: only {len(askable)} of its keys are of the same split as the one asked for, and have a value; "
+                f"{where}: only {len(askable)} of its keys have a value and belong to the split of the key asked for; "
                 f"use --queries-per-haystack {len(askable)} or less"
             )
         return self._asked(pairs, pairs.index((key, value)), askable)
 
 
 def _faults(value: str, others: str) -> tuple[str, ...]:
-    """Of a question for `value`, beside whose pair stand the texts `others`."""
-    if not any(char.isalnum() for char in value):  # quotes and commas are in every output that goes on in JSON
+    """Faults of a question for `value` whose other pairs contain the texts `others`."""
+    if not any(char.isalnum() for char in value):  # every output in JSON contains quotes and commas
         return ("gold_empty",)
     return ("answer_in_distractors",) if value.lower() in others.lower() else ()
 

@@ -1,16 +1,17 @@
 """L-Eval (An et al., 2023): questions about long documents, closed-ended (letters, True or False) and open-ended.
 
-Files are the benchmark's own, .jsonl, one a subset: a line holds a document (`input`), its instructions and outputs, and by
-what they are measured (`evaluation`). Closed-ended: coursera (several letters may be right; some of them and none wrong is a
-quarter), quality and tpo (one letter), sci_fi. In sci_fi each instruction is asked twice, of the document (`loyalty`) and
-without it, of the real world (`fact`); the figure is the mean of both. Open-ended: rows measured by F1 or ROUGE; the ones for
-people or a large model to judge are left out.
+Files are the benchmark's own, .jsonl, one per subset. A line holds a document (`input`), its instructions and outputs, and the
+metric (`evaluation`). Closed-ended: coursera (several letters may be right; some of them without a wrong one score a quarter),
+quality and tpo (one letter), sci_fi. In sci_fi each instruction is asked twice, about the document (`loyalty`) and, without it,
+about the real world (`fact`); the score is the mean of both. Open-ended: rows measured by F1 or ROUGE; rows that people or a
+large model should judge are skipped.
 
-The prompt is the benchmark's, as for Llama-2 without the brackets of its chat; `form` gives Llama-2's and Vicuna's to the byte.
-A document that is too long loses its end (upstream by 250 words at a time and for the document alone; here to the most that
-fits with all the rest). The limits are the paper's, 3,584 tokens of prompt and 512 to generate; its Table 17 has 15,872 + 512.
+The plain prompt is the benchmark's prompt for Llama-2 without its chat brackets; `form` selects Llama-2's or Vicuna's, byte for
+byte. A document that is too long loses its end. Upstream removes 250 words at a time and fits only the document; here the
+longest part is kept that fits with the rest of the prompt. The limits are the paper's, 3,584 tokens of prompt and 512 to
+generate; its Table 17 has 15,872 + 512.
 
-Documents, with all that is asked about them, belong to `search` (40 %) or `test` (60 %) by a hash; `all` is the whole file.
+A hash assigns documents, with all their questions, to `search` (40 %) or `test` (60 %); `all` is the whole file.
 """
 
 import re
@@ -43,7 +44,7 @@ SOURCE = "the files are in OpenLMLab/LEval, LEval-data/"
 
 _LONG = "Now you are given a very long document. Please follow the instruction "
 _MULTI = _LONG + "based on this document. For multi-choice questions, there "
-SYSTEM = {  # "sinlge" is the benchmark's
+SYSTEM = {  # the misspelling "sinlge" is the benchmark's
     "coursera": _MULTI + "could be a sinlge correct option or multiple correct options. Please only provide the letter "
     "corresponding to the answer (like A or AB) when answering. ",
     "sci_fi": "Now you are given a scientific fiction. I will ask you some questions and the answer should be "
@@ -83,7 +84,7 @@ _WORLDS = (
 
 @dataclass(frozen=True)
 class Example:
-    """A question about a document, the output that is right, and of which of the two kinds it is in sci_fi."""
+    """A question about a document, the right output and its number of words, and for sci_fi its kind."""
 
     document: str
     question: str
@@ -94,7 +95,7 @@ class Example:
 
 @dataclass(frozen=True)
 class LEval(Unmoved, Generated):
-    """The task `l_eval`: one of `SUBSETS`, from its file. Raises UserError for settings that cannot be."""
+    """The task `l_eval`: one of `SUBSETS`, from its file. Raises UserError for invalid settings."""
 
     subset: str = "coursera"
     data: Path | None = None
@@ -107,18 +108,18 @@ class LEval(Unmoved, Generated):
     def __post_init__(self):
         check_bounds(self)
         if self.subset not in SUBSETS:
-            raise UserError(f"--subset {self.subset!r} is not of L-Eval; its tasks here are: {', '.join(SUBSETS)}")
+            raise UserError(f"--subset {self.subset!r} is not in L-Eval; its supported tasks are: {', '.join(SUBSETS)}")
         need_file(self.data, SOURCE)
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """`exam` is the benchmark's; `exact` has no quarters and no guessed letter. For ROUGE see `metrics.corpus_rouge`."""
+        """`exam` is the benchmark's; `exact` has no quarters and no guessed letters. For ROUGE see `metrics.corpus_rouge`."""
         if self.subset in F1_SUBSETS:
             return ("f1",)
         return ("rouge", *ROUGE) if self.subset in ROUGE_SUBSETS else ("exam", "exact")
 
     def examples(self, split: Split, count: int | None, seed: int) -> list[Example]:
-        """The first `count` questions of the split in the file's order; `seed` has no effect."""
+        """The first `count` questions of the split, in the file's order; `seed` has no effect."""
         assert self.data is not None
         return take(list(self._read(self.data)), split, count, lambda example: split_of(example.document), self.data)
 
@@ -178,7 +179,7 @@ class LEval(Unmoved, Generated):
                 yield from self._examples_of(row["input"], instruction, output, where)
         if not found:
             raise UserError(
-                f"--data {path}: no row is measured by {measured!r}, as those of {self.subset} are; is it its file?"
+                f"--data {path}: no row is measured by {measured!r}, as rows of {self.subset} are; is it the right file?"
             )
 
     def _examples_of(self, document: str, instruction: str, output: str, where: str) -> Iterator[Example]:
@@ -201,7 +202,7 @@ class LEval(Unmoved, Generated):
 
 
 def _judgement(output: str) -> str | None:
-    # The first word with "true" or "false" in it; in one that has both, "true" counts.
+    # The first word that contains "true" or "false"; a word with both counts as "true".
     for word in output.lower().split():
         if "true" in word or "false" in word:
             return "true" if "true" in word else "false"

@@ -1,11 +1,10 @@
-"""Questions whose score says nothing: their faults are counted in every record, and `--drop-leaky` leaves them out.
+"""Questions whose score is meaningless: every record counts their faults, and `--drop-leaky` skips them.
 
-A task says which faults a question has, by the metrics that it has (`Prompt.faults`):
+A task reports the faults of a question, depending on its metrics (`Prompt.faults`):
 
-    gold_empty              of a gold answer the metric's own normalisation leaves nothing ("", "*", "The"): no output is right,
-                            or every one is
-    answer_in_distractors   what stands beside the fact holds the answer too: another pair, another document, an option that
-                            is the same text
+    gold_empty              the metric's normalisation removes all of a gold answer ("", "*", "The"): no output is right, or
+                            every output is
+    answer_in_distractors   another item holds the answer too: another pair, another document, an option with the same text
 """
 
 from collections.abc import Sequence
@@ -17,10 +16,17 @@ FAULTS = ("gold_empty", "answer_in_distractors")
 
 
 def count_leaky(prompts: Sequence[Prompt], drop: bool = False) -> tuple[list[Prompt], dict[str, int]]:
-    """The prompts, with `drop` without those of questions that have a fault at any position, and how many questions have which.
+    """Count the questions with faults, and drop them if `drop` is set.
 
-    Counts: `questions_gold_empty` and `questions_answer_in_distractors`, of all questions, and `questions_dropped` of them.
-    Raises UserError where nothing is left.
+    Args:
+        prompts: Prompts of all questions at all positions.
+        drop: Whether to drop questions that have a fault at any position.
+
+    Returns:
+        The remaining prompts, and counts: `questions_gold_empty`, `questions_answer_in_distractors` and `questions_dropped`.
+
+    Raises:
+        UserError: No question remains.
     """
     found: dict[str, set[str]] = {}
     for prompt in prompts:
@@ -30,5 +36,5 @@ def count_leaky(prompts: Sequence[Prompt], drop: bool = False) -> tuple[list[Pro
     counts["questions_dropped"] = len(faulty) if drop else 0
     kept = [prompt for prompt in prompts if not (drop and prompt.example in faulty)]
     if prompts and not kept:
-        raise UserError(f"--drop-leaky leaves out all {len(found)} questions: their golds are empty, or stand in distractors")
+        raise UserError(f"--drop-leaky drops all {len(found)} questions: their golds are empty, or occur in distractors")
     return kept, counts

@@ -1,4 +1,4 @@
-"""Many-shot classification: label a text by the one example among many that has its label.
+"""Many-shot classification: label a text like the one example among many that has its label.
 
     Label each text. Texts that mean the same have the same label.
 
@@ -11,13 +11,13 @@
     text: I am still waiting for my card.
     label:
 
-`data` is a CSV of text and label, with a header or without one, such as banking77's (PolyAI-LDN/task-specific-datasets,
-`banking_data/train.csv`, CC BY 4.0). The fact is the one solved example that has the label asked for: it stands at the slot,
-the others keep their order and have other labels, each about as often as any other. So the label cannot be had from anywhere
-else. With `labels="numbers"` each label is a random number of three digits, other ones in each example, so that no label says
-what it means; `names` are the file's own. The template is ours.
+`data` is a CSV of text and label, with or without a header, such as banking77's (PolyAI-LDN/task-specific-datasets,
+`banking_data/train.csv`, CC BY 4.0). The fact is the only solved example with the right label, at the slot. The others keep
+their order and have other labels, each about equally often. So no other part of the prompt reveals the label. With
+`labels="numbers"` each label is a random number of three digits, drawn anew for each example, so that labels have no meaning;
+`names` keeps the file's own labels. The template is ours.
 
-A text belongs to `search` (40 %) or `test` (60 %) by a hash; solved examples are of the split of the text asked about.
+A hash assigns each text to `search` (40 %) or `test` (60 %); solved examples come from the split of the text asked about.
 """
 
 import csv
@@ -44,7 +44,7 @@ _NUMBERS = range(100, 1000)
 
 @dataclass(frozen=True)
 class Example:
-    """The text asked about, its label, another text of that label, and (text, label) of the others in their order."""
+    """The text asked about, its label, another text with that label, and (text, label) of the others in their order."""
 
     text: str
     label: str
@@ -60,10 +60,13 @@ class Example:
 class ManyShot(Generation):
     """The task `many_shot`.
 
-    data: see above. num_shots: solved examples, the fact among them.
-    labels: random numbers in place of the file's labels, or these as they are.
+    Attributes:
+        data: See above.
+        num_shots: Solved examples, including the fact.
+        labels: Random numbers in place of the file's labels, or the file's labels.
 
-    Raises UserError for settings that cannot be; `examples` does for a file that cannot be read or has too few texts.
+    Raises:
+        UserError: Invalid settings. From `examples`: the file cannot be read or has too few texts.
     """
 
     data: Path | None = None
@@ -95,8 +98,7 @@ class ManyShot(Generation):
         return ("exact",)
 
     def examples(self, split: Split, count: int | None, seed: int) -> list[Example]:
-        """The first `count` texts of the split in the file's order whose label another text of it has; `seed` draws the
-        rest."""
+        """The first `count` texts of the split, in the file's order, whose label another text has; `seed` draws the rest."""
         assert self.data is not None
         texts = _read(self.data)
         by_label: dict[Split, dict[str, list[str]]] = {"search": {}, "test": {}}
@@ -107,7 +109,7 @@ class ManyShot(Generation):
             most = sum(map(len, pool.values())) - max(map(len, pool.values()), default=0)
             if len(pool) < 2 or most < self.num_shots - 1:
                 raise UserError(
-                    f"--num-shots {self.num_shots}: {self.data} has too few texts of other labels for it ({most}, of "
+                    f"--num-shots {self.num_shots}: {self.data} has too few texts of other labels ({most}, of "
                     f"{len(pool)} labels in one of the splits); use fewer"
                 )
         return [
@@ -117,7 +119,7 @@ class ManyShot(Generation):
 
     def prompt(self, example: Example, slot: int, position: int | None = None) -> Prompt:
         """The example with its fact at `slot`; the others keep their order."""
-        own_position = position_of(slot, self.num_items)  # refuses a slot that is not there
+        own_position = position_of(slot, self.num_items)  # refuses a slot that does not exist
         shots = [*example.others[:slot], (example.fact, example.label), *example.others[slot:]]
         solved = "".join(f"text: {text}\nlabel: {label}\n\n" for text, label in shots)
         return Prompt(
@@ -132,17 +134,17 @@ class ManyShot(Generation):
         )
 
     def score(self, output: str, prompt: Prompt) -> dict[str, float]:
-        """The first line of the output is the label, whatever the case."""
+        """1 if the first line of the output is the label, ignoring case."""
         return {"exact": float(first_line(output).lower() == prompt.gold.strip().lower())}
 
     def _generate(self, text: str, label: str, pool: dict[str, list[str]], seed: int) -> Example:
-        # As in key_value.py: a string seeds the same everywhere, and getrandbits is the bare Mersenne Twister.
+        # See key_value.py: string seeds and getrandbits give the same values on every platform.
         rng = random.Random(f"lpes many_shot {seed} {text}")
 
         def drawn(items: list[str]) -> str:
             return items.pop(rng.getrandbits(32) % len(items))
 
-        fact = drawn([it for it in pool[label] if it != text])
+        fact = drawn([other for other in pool[label] if other != text])
         left = {other: list(texts) for other, texts in pool.items() if other != label}
         others: list[tuple[str, str]] = []
         while len(others) < self.num_shots - 1:
@@ -155,14 +157,13 @@ class ManyShot(Generation):
             numbers = list(map(str, _NUMBERS))
             for other in sorted({label, *(other for _, other in others)}):
                 if not numbers:
-                    raise UserError(f"--labels numbers: there are {len(_NUMBERS)} of them, fewer than labels; use names")
+                    raise UserError(f"--labels numbers: there are only {len(_NUMBERS)}, fewer than labels; use names")
                 named[other] = drawn(numbers)
         return Example(text, named.get(label, label), fact, tuple((shown, named.get(other, other)) for shown, other in others))
 
 
 def _read(path: Path) -> dict[str, str]:
-    """Texts with their labels; the first of a text that stands there twice. Raises UserError, with the line where one is
-    wrong."""
+    """Read texts with their labels; of a repeated text the first. Raises UserError, with the line if one is wrong."""
     texts: dict[str, str] = {}
     try:
         with open_text(path, newline="") as file:

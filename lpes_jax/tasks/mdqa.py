@@ -9,22 +9,22 @@
     Question: who got the first nobel prize in physics
     Answer:
 
-The template is theirs to the byte (the instruction is one line there). The gold document stands at any slot, the others keep
-their order, and all are numbered as they stand in the prompt: numbers kept from the file, as in some later code, tell which
-one is gold.
+The template is theirs byte for byte (the instruction is one line there). The gold document can be at any slot, the others keep
+their order, and all are numbered by their order in the prompt. Numbers kept from the file, as in some later code, would reveal
+the gold document.
 
-Files are lost-in-the-middle's, .jsonl or .jsonl.gz: question, answers, ctxs (title, text, isgold). With `distractors="random"`
-prompts of any size are made from `nq-open-oracle.jsonl.gz`, its 2,655 questions with their gold passages alone: the other
-passages are gold for other questions and contain none of the answers.
+Files are lost-in-the-middle's, .jsonl or .jsonl.gz: question, answers, ctxs (title, text, isgold). With `distractors="random"`,
+prompts of any size are made from `nq-open-oracle.jsonl.gz`, which has 2,655 questions with only their gold passages. The
+distractors are then gold passages of other questions that contain none of the answers.
 
-A question belongs to `search` (7 in 9) or `test` (2 in 9) by a hash of the normalised question alone, so the two share none,
-whatever the files, seeds and counts. Of the 2,655 questions 2,091 are for searching (the paper's Appendix C draws 2,000) and
-564 for testing (the paper measures on 500). Random distractors come from passages of the example's own split.
+A hash of the normalised question assigns it to `search` (7 in 9) or `test` (2 in 9), so the two share no question, for any
+files, seeds and counts. Of the 2,655 questions 2,091 are for searching (the paper's Appendix C draws 2,000) and 564 for testing
+(the paper measures on 500). Random distractors come from passages of the example's own split.
 
-`queries_per_haystack` > 1, with random distractors, asks several questions about the same documents, which then stay where they
-are: each is gold for a question of its own, and at a position the questions are asked whose documents stand nearest to it (so
-a position is the mean of so many neighbours). All prompts of a haystack, at all positions, are alike up to the question at
-their end: what they share is computed once. No document answers another one's question, and none stands in two haystacks.
+`queries_per_haystack` > 1, with random distractors, asks several questions about the same documents, which then stay in place.
+Each document is gold for one question, and at a position the questions of the nearest documents are asked (so the score at a
+position is the mean over these neighbours). All prompts of a haystack, at all positions, are equal up to the question at their
+end, and the shared part is computed once. No document answers the question of another one, and none is in two haystacks.
 """
 
 import random
@@ -53,7 +53,7 @@ ROW = "a lost-in-the-middle row (question, answers, ctxs with title, text and is
 
 @dataclass(frozen=True)
 class Document:
-    """A passage. `id` says which one: the file's own id, or the 0-based row whose gold document it is."""
+    """A passage. `id` is the file's own id, or the 0-based row whose gold document it is."""
 
     title: str
     text: str
@@ -77,7 +77,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Question:
-    """The question with this number about documents that stay in their order, each of them gold for a question."""
+    """One of several questions about documents that keep their order, each of which is gold for a question."""
 
     haystack: tuple[Example, ...]
     number: int
@@ -87,27 +87,29 @@ class Question:
         return content_id(*(example.id for example in self.haystack), self.number)
 
     def slot(self, slot: int) -> int:
-        """Where the document asked for stands: the nearest to `slot` for question 0, the next for 1, ..."""
-        return sorted(range(len(self.haystack)), key=lambda at: abs(at - slot))[self.number]
+        """The slot of the document asked for: the nearest to `slot` for question 0, the next for 1, ..."""
+        return sorted(range(len(self.haystack)), key=lambda other: abs(other - slot))[self.number]
 
 
 @dataclass(frozen=True)
 class MultiDocumentQA(Generation):
     """The task `mdqa`.
 
-    data: a .jsonl or .jsonl.gz of lost-in-the-middle.
-    num_documents: documents in a prompt; where a file's rows have more, the gold one and the first others.
-    distractors: `file`: those of the row. `random`: other questions' gold documents, none with an answer in it.
-    mode: `documents`; `oracle`: the gold document alone; `closed_book`: the question alone.
-    query_aware: the question stands before the documents as well.
-    random_order: the distractors are shuffled, and the instruction says so.
-    first_line: `stripped`: the first line behind leading white space is scored; `original`: the first line, even if empty;
-        `all`: the whole output.
-    empty_golds_match: an answer that normalises to nothing counts as found, as in the original; else it never does.
-    unicode_normalise: scoring ignores accents and punctuation outside ASCII.
-    queries_per_haystack: so many examples in turn are questions about the same documents: see above.
+    Attributes:
+        data: A .jsonl or .jsonl.gz of lost-in-the-middle.
+        num_documents: Documents in a prompt. If a file's rows have more, the gold document and the first others are used.
+        distractors: `file`: those of the row. `random`: other questions' gold documents that contain no answer.
+        mode: `documents`; `oracle`: only the gold document; `closed_book`: only the question.
+        query_aware: Whether the question also comes before the documents.
+        random_order: Whether the distractors are shuffled and the instruction says so.
+        first_line: `stripped`: the first line after leading white space is scored; `original`: the first line, even if empty;
+            `all`: the whole output.
+        empty_golds_match: Whether an answer that normalises to nothing counts as found, as in the original.
+        unicode_normalise: Whether scoring ignores accents and punctuation outside ASCII.
+        queries_per_haystack: The number of consecutive examples that ask about the same documents (see above).
 
-    Raises UserError for settings that cannot be; `examples` does for a file that cannot be read.
+    Raises:
+        UserError: Invalid settings. From `examples`: the file cannot be read.
     """
 
     data: Path | None = None
@@ -127,16 +129,16 @@ class MultiDocumentQA(Generation):
         check_bounds(self)
         need_file(self.data, SOURCE)
         if self.query_aware and self.random_order:
-            raise UserError("--query-aware and --random-order: lost-in-the-middle has no prompt with both; leave one out")
+            raise UserError("--query-aware and --random-order: lost-in-the-middle has no prompt with both; remove one")
         if not 1 <= self.queries_per_haystack <= max(1, self.num_documents - 1):
             raise UserError(
-                f"--queries-per-haystack {self.queries_per_haystack}: it goes from 1 to one below --num-documents "
-                f"({self.num_documents}); else all positions would ask about all documents"
+                f"--queries-per-haystack {self.queries_per_haystack}: must be from 1 to one below --num-documents "
+                f"({self.num_documents}); otherwise every position would ask about all documents"
             )
         if self.queries_per_haystack > 1 and (self.distractors, self.mode, self.random_order) != ("random", "documents", False):
             raise UserError(
-                "--queries-per-haystack above 1 needs --distractors random (each document is gold for a question), and neither "
-                "--mode nor --random-order"
+                "--queries-per-haystack above 1 needs --distractors random (each document is gold for a question), without "
+                "--mode and --random-order"
             )
 
     @property
@@ -152,16 +154,15 @@ class MultiDocumentQA(Generation):
         return ("best_subspan_em", "best_subspan_em_bounded", "best_subspan_em_original", "f1")
 
     def examples(self, split: Split, count: int | None, seed: int) -> list[Any]:
-        """The first `count` questions of the split in the file's order; `seed` draws or shuffles distractors, no more.
+        """The first `count` questions of the split, in the file's order; `seed` only draws or shuffles distractors.
 
-        Of type `Example`; or `Question` where a haystack has several: then `seed` draws the haystacks and their order.
+        They are `Example`s, or `Question`s if a haystack has several; then `seed` draws the haystacks and their order.
         """
         assert self.data is not None
         rows = self._read(self.data)
         if self.queries_per_haystack > 1:
-            asked = [
-                Question(it, number) for it in self._haystacks(rows, split, seed) for number in range(self.queries_per_haystack)
-            ]
+            haystacks = self._haystacks(rows, split, seed)
+            asked = [Question(haystack, number) for haystack in haystacks for number in range(self.queries_per_haystack)]
             return take(asked, split, count, lambda question: question_split(question.haystack[0].question), self.data)
         chosen = take(rows, split, count, lambda row: question_split(row.question), self.data)
         if self.mode != "documents":
@@ -174,18 +175,20 @@ class MultiDocumentQA(Generation):
         return chosen
 
     def prompt(self, example: Example | Question, slot: int, position: int | None = None) -> Prompt:
-        """The example with its gold document at `slot`; the others keep their order, all are numbered as they stand.
+        """The example with its gold document at `slot`, the others in order, all numbered in the order of the prompt.
 
-        Or the question about the document nearest to it.
+        For a `Question`: the question about the document nearest to the slot.
         """
-        own_position, identity = position_of(slot, self.num_items), example.id  # refuses a slot that is not there
+        own_position, identity = position_of(slot, self.num_items), example.id  # refuses a slot that does not exist
         if isinstance(example, Question):
-            slot, documents = example.slot(slot), [it.gold for it in example.haystack]
+            slot, documents = example.slot(slot), [row.gold for row in example.haystack]
             example = replace(example.haystack[slot], distractors=(*documents[:slot], *documents[slot + 1 :]))
         else:
             documents = [*example.distractors[:slot], example.gold, *example.distractors[slot:]]
         question = f"Question: {example.question}"
-        lines = "\n".join(f"Document [{at}](Title: {it.title}) {it.text}" for at, it in enumerate(documents, 1))
+        lines = "\n".join(
+            f"Document [{number}](Title: {document.title}) {document.text}" for number, document in enumerate(documents, 1)
+        )
         instruction = INSTRUCTION + (RANDOM_ORDER if self.random_order else "")
         parts = [instruction, *([question] if self.query_aware else []), lines, f"{question}\nAnswer:"]
         return Prompt(
@@ -197,14 +200,14 @@ class MultiDocumentQA(Generation):
             slot=slot,
             num_items=self.num_items,
             golds=example.answers,
-            details={"distractors": [it.id for it in example.distractors]},
+            details={"distractors": [document.id for document in example.distractors]},
             faults=self._faults(example),
         )
 
     def score(self, output: str, prompt: Prompt) -> dict[str, float]:
-        """Substring of the first line by these settings, the same at word ends only, lost-in-the-middle's own, and SQuAD's F1.
+        """Substring match of the first line by these settings, the same for whole words, lost-in-the-middle's own, and F1.
 
-        F1 is of the first line as well, by the best gold; it falls where an answer says more than is asked.
+        SQuAD's F1 of the first line is that of the best gold; it falls if an output says more than was asked.
         """
         golds, own = prompt.references, {"rule": self.first_line, "empty_golds_match": self.empty_golds_match}
         original = best_subspan_em(output, golds, rule="original", empty_golds_match=True)
@@ -218,9 +221,9 @@ class MultiDocumentQA(Generation):
         }
 
     def _faults(self, example: Example) -> tuple[str, ...]:
-        """`gold_empty` where one of the answers is: the original's metric then counts every output as right."""
+        """`gold_empty` if one of the answers is empty; the original's metric then counts every output as right."""
         scored = {normalise(answer, unicode) for answer in example.answers for unicode in {False, self.unicode_normalise}}
-        leaks = self.mode == "documents" and any(_answers(_text(it), example.answers) for it in example.distractors)
+        leaks = self.mode == "documents" and any(_answers(_text(other), example.answers) for other in example.distractors)
         return ("gold_empty",) * ("" in scored) + ("answer_in_distractors",) * leaks
 
     def _read(self, path: Path) -> list[Example]:
@@ -235,29 +238,29 @@ class MultiDocumentQA(Generation):
                 )
             key = normalise(example.question)
             if key in examples:
-                raise UserError(f"{where}: the question {example.question!r} stands in an earlier line too; remove one")
+                raise UserError(f"{where}: the question {example.question!r} is in an earlier line too; remove one")
             examples[key] = Example(example.question, example.answers, example.gold, example.distractors[:wanted])
         return list(examples.values())
 
     def _haystacks(self, rows: list[Example], split: Split, seed: int) -> list[tuple[Example, ...]]:
-        """Of both splits, in an order of their own. Raises UserError where the one asked for has none."""
+        """The haystacks of both splits, shuffled. Raises UserError if the split asked for has none."""
         found = []
-        for of_split, pool in _pools(rows).items():
-            left = _drawn(list(pool.values()), f"lpes mdqa haystacks {seed} {of_split}")
+        for pool_split, pool in _pools(rows).items():
+            left = _drawn(list(pool.values()), f"lpes mdqa haystacks {seed} {pool_split}")
             haystack: list[tuple[Example, str]] = []
             while len(haystack) + len(left) >= self.num_documents:
-                fitting = (at for at, it in enumerate(left) if all(_apart(it, other) for other in haystack))
-                if (at := next(fitting, None)) is None:  # none goes with all of these: on without the first
+                fitting = (index for index, row in enumerate(left) if all(_apart(row, other) for other in haystack))
+                if (index := next(fitting, None)) is None:  # no row fits all of these: continue without the first
                     left, haystack = haystack[1:] + left, []
                     continue
-                haystack.append(left.pop(at))
+                haystack.append(left.pop(index))
                 if len(haystack) == self.num_documents:
                     found.append(tuple(row for row, _ in haystack))
                     haystack = []
         if not any(split in ("all", question_split(haystack[0].question)) for haystack in found):
             raise UserError(
-                f"--num-documents {self.num_documents}: the passages of the {split!r} split of {self.data} make no haystack "
-                "in which none answers another's question; use fewer documents"
+                f"--num-documents {self.num_documents}: the passages of the {split!r} split of {self.data} form no haystack "
+                "in which none answers the question of another; use fewer documents"
             )
         return _drawn(found, f"lpes mdqa order of haystacks {seed}")
 
@@ -283,33 +286,33 @@ class MultiDocumentQA(Generation):
 
 
 def question_split(question: str) -> Split:
-    """`search` for 7 in 9 questions, `test` for the others."""
+    """`search` for 7 in 9 questions, `test` for the others, by a hash."""
     return split_of(normalise(question), search=7, of=9)
 
 
 def _pools(rows: list[Example]) -> dict[Split, dict[str, tuple[Example, str]]]:
-    """Of each split the passages by their text: the first row with each as its gold one, and the passage normalised."""
+    """The passages of each split, by text: the first row that has the passage as gold, and the passage normalised."""
     pools: dict[Split, dict[str, tuple[Example, str]]] = {"search": {}, "test": {}}
-    for row in rows:  # a passage may be gold for several questions; it stands in a prompt once
+    for row in rows:  # a passage may be gold for several questions, but is in a prompt once
         pools[question_split(row.question)].setdefault(row.gold.text, (row, _text(row.gold)))
-    for shared in pools["search"].keys() & pools["test"].keys():  # gold for questions of both splits: in neither's pool
+    for shared in pools["search"].keys() & pools["test"].keys():  # gold for questions of both splits: used by neither
         del pools["search"][shared], pools["test"][shared]
     return pools
 
 
-@lru_cache(2**16)  # a passage stands in many prompts
+@lru_cache(2**16)  # a passage is in many prompts
 def _text(document: Document) -> str:
-    """The passage as it is compared with answers."""
+    """The normalised passage, for comparison with answers."""
     return normalise(f"{document.title} {document.text}")
 
 
 def _apart(one: tuple[Example, str], other: tuple[Example, str]) -> bool:
-    """Neither passage answers the other one's question."""
+    """Whether neither passage answers the question of the other."""
     return not (_answers(one[1], other[0].answers) or _answers(other[1], one[0].answers))
 
 
 def _answers(text: str, answers: tuple[str, ...]) -> bool:
-    # Answers of one or two characters ("5", "S") are inside almost any passage; they count where they stand alone.
+    # Answers of one or two characters ("5", "S") are inside almost any passage; they count as whole words only.
     golds = [normalise(answer) for answer in answers]
     return any(contains(text, gold, bounded=len(gold) < 3) for gold in golds if gold)
 
@@ -319,7 +322,7 @@ def _shuffled(row: Example, seed: int) -> tuple[Document, ...]:
 
 
 def _drawn(items: Sequence[Item], seed: str) -> list[Item]:
-    """In a random order, the same everywhere."""
+    """The items in a random order, identical on every platform."""
     rng, left = random.Random(seed), list(items)
     return [left.pop(rng.getrandbits(32) % len(left)) for _ in items]
 
@@ -327,10 +330,10 @@ def _drawn(items: Sequence[Item], seed: str) -> list[Item]:
 def _parse(row: dict[str, Any], number: int, where: str) -> Example:
     try:
         question, answers = row["question"], tuple(row["answers"])
-        documents = [(bool(it["isgold"]), it["title"], it["text"], it.get("id")) for it in row["ctxs"]]
+        documents = [(bool(ctx["isgold"]), ctx["title"], ctx["text"], ctx.get("id")) for ctx in row["ctxs"]]
         texts = [question, *answers, *(text for _, *texts in documents for text in texts[:2])]
         strings = isinstance(row["answers"], list) and all(isinstance(text, str) for text in texts)
-        if not strings or not answers or sum(it[0] for it in documents) != 1:
+        if not strings or not answers or sum(is_gold for is_gold, *_ in documents) != 1:
             raise ValueError
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{where}: not {ROW}") from error

@@ -1,7 +1,7 @@
-"""When an answer counts as right, and how much: every score is in [0, 1], and several golds count by the best of them.
+"""Metrics of an output: every score is in [0, 1], and among several golds the best one counts.
 
-Each is its benchmark's own rule, quirks included; where a quirk is a fault, the repaired rule is the default and the
-original goes by its name.
+Each follows its benchmark's own rule, quirks included. If a quirk is a fault, the repaired rule is the default and the original
+is available by name.
 """
 
 import math
@@ -19,7 +19,7 @@ ROUGE = ("rouge1", "rouge2", "rougeL")
 
 
 def substring(output: str, gold: str) -> bool:
-    """lost-in-the-middle's key-value accuracy: the gold value stands anywhere in the output, whatever the case."""
+    """lost-in-the-middle's key-value accuracy: the gold value occurs anywhere in the output, ignoring case."""
     return gold.lower() in output.lower()
 
 
@@ -29,9 +29,9 @@ def begins_with(output_ids: Sequence[int], answers_ids: Sequence[Sequence[int]])
 
 
 def normalise(text: str, unicode: bool = False) -> str:
-    """SQuAD's: lower case, without ASCII punctuation and articles, single spaces. "Spider-Man" is "spiderman".
+    """SQuAD's normalisation: lower case, no ASCII punctuation, no articles, single spaces. "Spider-Man" becomes "spiderman".
 
-    unicode: also without accents and any other punctuation, so that "Beyoncé" is "beyonce".
+    `unicode` also removes accents and all other punctuation, so that "Beyoncé" becomes "beyonce".
     """
     text = text.lower()
     if unicode:
@@ -42,7 +42,7 @@ def normalise(text: str, unicode: bool = False) -> str:
 
 
 def first_line(output: str, rule: FirstLine = "stripped") -> str:
-    """The text that is scored: the first line behind leading white space; `original` cuts first, so "\\nParis" is empty."""
+    """The text that is scored: the first line after leading white space. `original` cuts first, so "\\nParis" is empty."""
     if rule == "all":
         return output
     return (output.lstrip() if rule == "stripped" else output).split("\n")[0].strip()
@@ -59,8 +59,13 @@ def best_subspan_em(
 ) -> bool:
     """lost-in-the-middle's accuracy: a normalised gold is a substring of the normalised first line.
 
-    empty_golds_match: as the original does, a gold of which nothing is left ("*") is in every output.
-    bounded: at word ends only, so that "2" is not in "1920s".
+    Args:
+        output: The generated text.
+        golds: The right answers.
+        rule: See `first_line`.
+        empty_golds_match: Whether a gold that normalises to nothing ("*") counts as found, as in the original.
+        unicode: See `normalise`.
+        bounded: Match whole words only, so that "2" is not in "1920s".
     """
     said = normalise(first_line(output, rule), unicode)
     return any(
@@ -69,12 +74,12 @@ def best_subspan_em(
 
 
 def contains(text: str, part: str, bounded: bool = False) -> bool:
-    """Whether a normalised part is in a normalised text, `bounded` at word ends only."""
+    """Whether a normalised part is in a normalised text; with `bounded` as whole words."""
     return f" {part} " in f" {text} " if bounded else part in text
 
 
 def f1(output: str, golds: Iterable[str], *, unicode: bool = False) -> float:
-    """SQuAD's: harmonic mean of precision and recall over normalised words, of the best gold. `unicode`: as `normalise`."""
+    """SQuAD's F1: harmonic mean of precision and recall over normalised words, for the best gold."""
     return max(_f1(normalise(output, unicode).split(), normalise(gold, unicode).split()) for gold in golds)
 
 
@@ -84,9 +89,9 @@ def _f1(said: list[str], gold: list[str]) -> float:
 
 
 def rouge(output: str, golds: Iterable[str]) -> dict[str, float]:
-    """ROUGE-1, -2 and -L F without stemming, each by its own best gold, and `rouge`: the geometric mean of the three.
+    """ROUGE-1, -2 and -L F without stemming, each for its own best gold, and `rouge`, their geometric mean.
 
-    The benchmarks take the mean of the means over all examples instead: `corpus_rouge`.
+    The benchmarks instead take the geometric mean of the means over all examples: `corpus_rouge`.
     """
     scores = [_rouge_scorer().score(gold, output) for gold in golds]
     figures = {kind: float(max(score[kind].fmeasure for score in scores)) for kind in ROUGE}
@@ -95,54 +100,57 @@ def rouge(output: str, golds: Iterable[str]) -> dict[str, float]:
 
 @cache
 def _rouge_scorer() -> Any:
-    from rouge_score import rouge_scorer  # a second to import, for few tasks
+    from rouge_score import rouge_scorer  # takes a second to import, and few tasks need it
 
     return rouge_scorer.RougeScorer(ROUGE, use_stemmer=False)
 
 
 def corpus_rouge(scores: Sequence[Mapping[str, float]]) -> float:
-    """ZeroSCROLLS' and L-Eval's figure: geometric mean of the three means. All examples without a common bigram give 0."""
+    """The ROUGE of ZeroSCROLLS and L-Eval: geometric mean of the three means. It is 0 if no example shares a bigram."""
     return math.prod(sum(score[kind] for score in scores) / len(scores) for kind in ROUGE) ** (1 / 3)
 
 
 def says_nothing(gold: str, metric: str) -> bool:
-    """Whether a gold answer is empty by the normalisation of `f1` or `rouge`: then no output has anything in common with it."""
+    """Whether the normalisation of `f1` or `rouge` leaves nothing of a gold answer, so that every output scores 0."""
     return not (re.search("[a-z0-9]", gold.lower()) if metric == "rouge" else normalise(gold))
 
 
 def exponential_similarity(output: str, gold: str) -> float:
-    """SpaceDigest: 2^(-|difference| / 10) of the first percentages in the texts; 0 where the output has none."""
+    """SpaceDigest's score: 2^(-|difference| / 10) of the first percentages in the texts; 0 if the output has none."""
     said, right = percentage(output), percentage(gold)
     if right is None:
-        raise ValueError(f"the gold answer {gold!r} is no percentage")
+        raise ValueError(f"the gold answer {gold!r} is not a percentage")
     return 0.0 if said is None else 2 ** (-abs(said - right) / 10)
 
 
 def percentage(text: str) -> float | None:
-    """The number before the first % sign that has one."""
+    """The first number that is followed by a % sign."""
     found = re.search(r"\d+\.?\d*%", text)
     return None if found is None else float(found[0][:-1])
 
 
 def concordance(output: str, gold: str) -> float:
-    """BookSumSort: the share of pairs in the right order; 0 where the output is no permutation of the gold ids."""
+    """BookSumSort's score: the share of pairs in the right order; 0 if the output is not a permutation of the gold ids."""
     said, right = (re.sub(r"[^0-9\s,]", "", text).replace(",", " ").split() for text in (output, gold))
     if sorted(said) != sorted(right) or len(set(right)) < 2:
         return float(said == right)
-    at = [said.index(number) for number in right]
-    pairs = [(at[i], at[j]) for j in range(len(at)) for i in range(j)]
+    indices = [said.index(number) for number in right]
+    pairs = [(indices[i], indices[j]) for j in range(len(indices)) for i in range(j)]
     return sum(first < second for first, second in pairs) / len(pairs)
 
 
 def choice(output: str) -> str | None:
-    """ZeroSCROLLS' QuALITY: the first letter A to D that stands alone."""
+    """ZeroSCROLLS' QuALITY: the first letter A to D that is a word of its own."""
     found = re.search(r"\b[A-D]\b", output)
     return found and found[0]
 
 
 def exam_letters(output: str, several: bool) -> str:
-    """L-Eval's letters of an answer. One: the first A to D anywhere. Several: the ones at the beginning, else those before
-    a space, dot or bracket, else the first run. It answers "A" for an output that names none, and "None" for an empty one."""
+    """L-Eval's letters of an output; "A" if it names none, "None" if it is empty.
+
+    With one right letter: the first A to D anywhere. With several: the letters at the beginning, else those before a space, dot
+    or bracket, else the first run.
+    """
     if not output.strip():
         return "None"
     if output in "ABCD":
@@ -164,14 +172,14 @@ def _leading_letters(text: str) -> str:
 
 
 def exam_score(said: str, gold: str) -> float:
-    """L-Eval: 1 for the same letters, 0.25 for some of several right ones and none that is wrong."""
+    """L-Eval's score: 1 for the same letters, 0.25 for some of the right ones and no wrong one."""
     if said == gold:
         return 1.0
     return 0.25 if set(said) <= set(gold) else 0.0
 
 
 def effective_length(lengths: Sequence[int], scores: Sequence[float], threshold: float = 0.85) -> int | None:
-    """The longest length with at least `threshold` of the score at the shortest length; None where that score is 0."""
+    """The longest length with at least `threshold` of the score at the shortest length; None if that score is 0."""
     by_length = sorted(zip(lengths, scores, strict=True))
     needed = threshold * by_length[0][1]
     return max(length for length, score in by_length if score >= needed) if needed > 0 else None

@@ -12,13 +12,13 @@
     ...
     Answer:
 
-The double space is the benchmark's. `data` is a folder with dev/SUBJECT_dev.csv for the shots and test/SUBJECT_test.csv (MMLU)
+The double space is the benchmark's. `data` is a folder with dev/SUBJECT_dev.csv for the shots, and test/SUBJECT_test.csv (MMLU)
 or val/SUBJECT_val.csv (C-Eval, whose test labels are hidden) for the questions. Files may have a header row (question, four
-choices, answer) or none; answers are letters or 0 to 3. Where subject_mapping.json of C-Eval lies in `data`, its Chinese names
-stand in the prompts. A prompt that is too long loses its last shots, as in MMLU's own code.
+choices, answer) or none; answers are letters or 0 to 3. If `data` contains C-Eval's subject_mapping.json, prompts use its
+Chinese names. A prompt that is too long loses its last shots, as in MMLU's own code.
 
-A question belongs to `search` (40 %) or `test` (60 %) by a hash of its text; `all` is every row. Accuracy over all questions is
-MMLU's own average; `details["subject"]` is there for others.
+A hash of its text assigns a question to `search` (40 %) or `test` (60 %); `all` is every row. Accuracy over all questions is
+MMLU's own average; `details["subject"]` allows other averages.
 """
 
 import csv
@@ -46,7 +46,7 @@ HEADERS = {
 }
 ANSWER = {"mmlu": "\nAnswer:", "ceval": "\n答案："}
 OPENER = {"mmlu": " ", "ceval": ""}
-COLUMNS = {  # of files without a header, by their number
+COLUMNS = {  # of files without a header, by their number of columns
     6: ("question", *LETTERS, "answer"),
     7: ("id", "question", *LETTERS, "answer"),
     8: ("id", "question", *LETTERS, "answer", "explanation"),
@@ -75,8 +75,11 @@ class Example:
 class MultipleChoice(Unmoved):
     """The tasks `mmlu` and `ceval`.
 
-    subjects: the subjects by their file names; empty for all there are.
-    num_shots: solved questions of the dev file before the question.
+    Attributes:
+        benchmark: Which of the two.
+        data: See above.
+        subjects: Subjects by their file names; empty means all.
+        num_shots: Solved questions of the dev file before the question.
     """
 
     benchmark: Literal["mmlu", "ceval"] = "mmlu"
@@ -99,7 +102,7 @@ class MultipleChoice(Unmoved):
         if unknown or not known:
             raise UserError(
                 f"--subjects: {self.data / self._part} has no {unknown[0] if unknown else '*'}_{self._part}.csv; "
-                f"the subjects there are: {', '.join(known) or 'none'}"
+                f"its subjects are: {', '.join(known) or 'none'}"
             )
 
     @property
@@ -130,7 +133,7 @@ class MultipleChoice(Unmoved):
         return ()
 
     def examples(self, split: Split, count: int | None, seed: int) -> list[Example]:
-        """The first `count` questions of the split, subject by subject in the files' order; `seed` has no effect."""
+        """The first `count` questions of the split, by subject and in the files' order; `seed` has no effect."""
         assert self.data is not None
         examples = []
         names = _chinese_names(self.data / "subject_mapping.json") if self.benchmark == "ceval" else {}
@@ -146,14 +149,14 @@ class MultipleChoice(Unmoved):
         return take(examples, split, count, lambda example: split_of(example.row.question), self.data)
 
     def prompt(self, example: Example, slot: int, position: int | None = None) -> Prompt:
-        """The benchmark's prompt with the option letters behind it; there is only slot 0."""
+        """The benchmark's prompt, with the option letters as options; there is only slot 0."""
         own_position = position_of(slot, 1)
         subject = example.subject.replace("_", " ") if self.benchmark == "mmlu" else example.subject
         text = HEADERS[self.benchmark].format(subject=subject)
-        places = [len(text)]
+        ends = [len(text)]
         for shot in example.shots:
             text += f"{self._question(shot)}{OPENER[self.benchmark]}{shot.answer}\n\n"
-            places.append(len(text))
+            ends.append(len(text))
         options = tuple(OPENER[self.benchmark] + letter for letter in LETTERS)
         return Prompt(
             text=text + self._question(example.row),
@@ -164,13 +167,13 @@ class MultipleChoice(Unmoved):
             slot=slot,
             num_items=1,
             options=options,
-            cut=Cut(places[0], places[-1], places=tuple(places)),
+            cut=Cut(ends[0], ends[-1], ends=tuple(ends)),
             details={"subject": example.subject},
             faults=_faults(example.row),
         )
 
     def score(self, output: str, prompt: Prompt) -> dict[str, float]:
-        """1 where the likeliest option is the right letter."""
+        """1 if the likeliest option is the right letter."""
         return {"acc": float(output.strip() == prompt.gold)}
 
     def _question(self, row: Row) -> str:
@@ -185,7 +188,7 @@ def _faults(row: Row) -> tuple[str, ...]:
 
 
 def read_csv(path: Path) -> list[Row]:
-    """The rows of a file of either benchmark, with a header or without. Raises UserError, with the line where one is wrong."""
+    """Read a file of either benchmark, with or without a header. Raises UserError, with the line if one is wrong."""
     if not path.is_file():
         raise UserError(f"--data: {path} is missing")
     rows: list[Row] = []
@@ -210,7 +213,7 @@ def _columns(cells: list[str], where: str) -> Sequence[str]:
     if "question" not in cells:
         if len(cells) not in COLUMNS:
             raise UserError(
-                f"{where}: {len(cells)} columns; without a header there are 6 (question, A, B, C, D, answer), 7 or 8"
+                f"{where}: {len(cells)} columns; a file without a header has 6 (question, A, B, C, D, answer), 7 or 8"
             )
         return COLUMNS[len(cells)]
     named = [f"{LETTERS[int(cell[-1])]}" if cell in ("choice0", "choice1", "choice2", "choice3") else cell for cell in cells]

@@ -1,4 +1,4 @@
-"""A needle in a haystack, in the manner of RULER (Hsieh et al., 2024), made offline: no essays, no downloads.
+"""A needle in a haystack, modelled on RULER (Hsieh et al., 2024), generated offline without essays or downloads.
 
     A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about the number
     afterwards.
@@ -7,13 +7,13 @@
     What is the special magic number for brave-otter mentioned in the provided text? The special magic number for brave-otter
     mentioned in the provided text is
 
-Instruction, needle and question are RULER's; the filler is sentences from a seeded grammar, the same bytes everywhere. The
-items are the filler's sentences and the needle; the needle's slot among them is its depth. `of_length` gives the task with as
-many sentences as a number of tokens holds, for a heat map of depth x length.
+Instruction, needle and question are RULER's. The filler consists of sentences from a seeded grammar, identical on every
+platform. The items are the filler's sentences and the needle; the needle's slot among them is its depth. `of_length` gives the
+task with as many sentences as fit a number of tokens, for a heat map of depth x length.
 
-num_keys > 1: needles with other keys stand at random places (RULER's multi-key). num_queries > 1: so many of them are asked
-for in one prompt (multi-query), the first stands at the slot, and the score is the share of values said. Every example has
-filler, keys and values of its own. Its key decides by a hash whether it belongs to `search` (40 %) or `test` (60 %).
+With num_keys > 1, needles with other keys are at random slots (RULER's multi-key). With num_queries > 1, a prompt asks for
+several of them (multi-query): the first is at the slot, and the score is the share of values found. Every example has its own
+filler, keys and values. A hash of its key assigns it to `search` (40 %) or `test` (60 %).
 """
 
 import random
@@ -22,11 +22,11 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from lpes_jax.errors import UserError
-from lpes_jax.limits import check_bounds, check_text_size
-from lpes_jax.tasks.data import content_id, split_of
-from lpes_jax.tasks.metrics import contains, normalise, substring
-from lpes_jax.tasks.prompts import Generation, Prompt, Split, Tokenizer, token_ids
+from lpes_jax.limits import check_bounds
+from lpes_jax.tasks.data import content_id, generated_count, split_of
+from lpes_jax.tasks.prompts import Prompt, Split, Tokenizer, token_ids
 from lpes_jax.tasks.prompts import position as position_of
+from lpes_jax.tasks.recall import Recall
 
 ONE = (
     "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about the number "
@@ -56,23 +56,25 @@ _ANIMALS = "otter falcon badger lynx heron salmon beetle walrus panda raven tige
 
 @dataclass(frozen=True)
 class Example:
-    """(key, value) of each needle, the ones asked for first; where the others stand; and the filler's sentences."""
+    """(key, value) of each needle, the ones asked for first; the slots of all but the first; and the filler's sentences."""
 
     needles: tuple[tuple[str, str], ...]
-    others_at: tuple[int, ...]
+    other_slots: tuple[int, ...]
     filler: tuple[str, ...]
 
     @property
     def id(self) -> str:
-        return content_id(self.needles, self.others_at, self.filler)
+        return content_id(self.needles, self.other_slots, self.filler)
 
 
 @dataclass(frozen=True)
-class Needle(Generation):
+class Needle(Recall):
     """The task `needle`.
 
-    num_sentences: sentences of filler in a prompt.
-    num_keys: needles in it; num_queries: how many of them are asked for.
+    Attributes:
+        num_sentences: Sentences of filler in a prompt.
+        num_keys: Needles in a prompt.
+        num_queries: How many of them the prompt asks for.
     """
 
     num_sentences: int = 100
@@ -85,25 +87,17 @@ class Needle(Generation):
         check_bounds(self)
         if self.num_queries > self.num_keys:
             raise UserError(
-                f"--num-queries {self.num_queries} and --num-keys {self.num_keys}: a prompt asks for needles that it has"
+                f"--num-queries {self.num_queries} and --num-keys {self.num_keys}: a prompt has too few needles to ask for"
             )
 
     @property
     def num_items(self) -> int:
         return self.num_sentences + 1
 
-    @property
-    def plain(self) -> None:
-        return None
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        return ("recall", "recall_bounded")
-
     def of_length(self, tokens: int, tokenizer: Tokenizer) -> "Needle":
-        """This task with the most sentences whose prompts have at most `tokens` tokens, by the longest of eight prompts.
+        """The task with the most sentences whose prompts have at most `tokens` tokens, by the longest of eight prompts.
 
-        Sentences differ by a few tokens, so leave some room where `tokens` is the window. Raises UserError for too few tokens.
+        Sentences differ by a few tokens, so leave a margin if `tokens` is the window. Raises UserError for too few tokens.
         """
 
         def longest(num_sentences: int) -> int:
@@ -112,28 +106,27 @@ class Needle(Generation):
             return max(len(ids) for ids in token_ids(tokenizer, [prompt.text + prompt.answers[0] for prompt in prompts]))
 
         one, many = longest(1), longest(101)
-        low = 1 + max(0, int((tokens - one) / ((many - one) / 100)))  # nearly right: sentences are alike
+        low = 1 + max(0, int((tokens - one) / ((many - one) / 100)))  # close, because sentences have similar lengths
         while low > 1 and longest(low) > tokens:
             low -= 1
         while longest(low + 1) <= tokens:
             low += 1
         if longest(low) > tokens:
-            raise UserError(f"--lengths: {tokens} tokens hold no needle; a prompt with one sentence of filler has {one}")
+            raise UserError(f"--lengths: {tokens} tokens are too few; a prompt with one sentence of filler has {one}")
         return replace(self, num_sentences=low)
 
     def examples(self, split: Split, count: int | None, seed: int) -> list[Example]:
-        """The first `count` examples of the split, each from a random stream of its own."""
-        if count is None or count < 0:
-            raise UserError(f"--limit must not be negative, got {count}" if count else "generated needles need a --limit")
-        check_text_size(count, f"--num-sentences {self.num_sentences}", 80 * self.num_sentences, "--limit or --num-sentences")
+        """The first `count` examples of the split, each from its own random stream."""
+        size = 80 * self.num_sentences
+        count = generated_count(count, "needles", f"--num-sentences {self.num_sentences}", size, "--limit or --num-sentences")
         return [self._generate(split, index, seed) for index in range(count)]
 
     def prompt(self, example: Example, slot: int, position: int | None = None) -> Prompt:
-        """The example with the first needle before the sentence at `slot`, or behind the last; all else keeps its order."""
-        own_position = position_of(slot, self.num_items)  # refuses a slot that is not there
+        """The example with the first needle before the sentence at `slot`, or after the last; the rest keeps its order."""
+        own_position = position_of(slot, self.num_items)  # refuses a slot that does not exist
         sentences = [[sentence] for sentence in (*example.filler, "")]
-        for at, (key, value) in zip(example.others_at, example.needles[1:], strict=True):
-            sentences[at].insert(0, NEEDLE.format(key=key, value=value))
+        for other_slot, (key, value) in zip(example.other_slots, example.needles[1:], strict=True):
+            sentences[other_slot].insert(0, NEEDLE.format(key=key, value=value))
         key, value = example.needles[0]
         sentences[slot].insert(0, NEEDLE.format(key=key, value=value))
         asked = example.needles[: self.num_queries]
@@ -153,16 +146,8 @@ class Needle(Generation):
             golds=tuple(values),
         )
 
-    def score(self, output: str, prompt: Prompt) -> dict[str, float]:
-        """The share of the values asked for that stand anywhere in the output (RULER's), and the same at word ends only."""
-        said, golds = normalise(output), prompt.references
-        return {
-            "recall": sum(substring(output, gold) for gold in golds) / len(golds),
-            "recall_bounded": sum(contains(said, gold, bounded=True) for gold in golds) / len(golds),
-        }
-
     def _generate(self, split: Split, index: int, seed: int) -> Example:
-        # As in key_value.py: a string seeds the same everywhere, and getrandbits is the bare Mersenne Twister.
+        # See key_value.py: string seeds and getrandbits give the same values on every platform.
         rng = random.Random(f"lpes needle {seed} {split} {index}")
 
         needles: dict[str, str] = {}
@@ -171,22 +156,22 @@ class Needle(Generation):
             value = str(10**6 + rng.getrandbits(32) % (9 * 10**6))
             if key not in needles and value not in needles.values() and split in ("all", split_of(key)):
                 needles[key] = value
-        others_at = tuple(rng.getrandbits(32) % self.num_items for _ in range(self.num_keys - 1))
-        return Example(tuple(needles.items()), others_at, tuple(sentence(rng) for _ in range(self.num_sentences)))
+        other_slots = tuple(rng.getrandbits(32) % self.num_items for _ in range(self.num_keys - 1))
+        return Example(tuple(needles.items()), other_slots, tuple(sentence(rng) for _ in range(self.num_sentences)))
 
 
 def sentence(rng: random.Random) -> str:
-    """A sentence of filler, of `rng`'s next eight words."""
+    """A sentence of filler; it draws eight words from `rng`."""
     who, what = f"{one_of(_HOW, rng)} {one_of(_WHO, rng)}", f"{one_of(_DID, rng)} a {one_of(_WHAT, rng)}"
     whom = f"{one_of(_HOW, rng)} {one_of(_WHO, rng)}"
     return f"The {who} {what} to the {whom} at the {one_of(_WHERE, rng)} {one_of(_WHEN, rng)}."
 
 
 def one_of(words: Sequence[str], rng: random.Random) -> str:
-    """One of the words, the same with every version of Python."""
+    """One of the words, identical in every version of Python."""
     return words[rng.getrandbits(32) % len(words)]
 
 
 def listed(words: Sequence[str]) -> str:
-    """The words as RULER's questions name them: `a, b, and c`; of two `a, and b`."""
+    """The words as RULER's questions list them: `a, b, and c`; two words as `a, and b`."""
     return words[0] if len(words) == 1 else ", ".join(words[:-1]) + f", and {words[-1]}"

@@ -1,4 +1,4 @@
-"""RULER's needles in a haystack (Hsieh et al., 2024), with the depth of the fact under control.
+"""RULER's needles in a haystack (Hsieh et al., 2024), with control over the depth of the fact.
 
     A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about the number
     afterwards.
@@ -7,9 +7,9 @@
     What is the special magic number for brave-otter mentioned in the provided text? The special magic number for brave-otter
     mentioned in the provided text is
 
-Instruction, needles, question, answer prefix and score are those of NVIDIA/RULER (Apache-2.0), `scripts/data/synthetic/niah.py`
-and `scripts/eval/synthetic/constants.py`, to the byte; the code is written anew. The variants are those of its
-`synthetic.yaml`:
+Instruction, needles, question, answer prefix and score equal those of NVIDIA/RULER (Apache-2.0),
+`scripts/data/synthetic/niah.py` and `scripts/eval/synthetic/constants.py`, byte for byte; the code is our own. The variants are
+those of its `synthetic.yaml`:
 
     subset       haystack   key    value    what is hidden
     single_1     noise      words  number   one needle among the five sentences that RULER repeats
@@ -20,17 +20,17 @@ and `scripts/eval/synthetic/constants.py`, to the byte; the code is written anew
     multikey_3   needles    UUID   UUID     the same
     multivalue   essay      words  number   four values of one key, all asked for
     multiquery   essay      words  number   four keys, all asked for
-    near_keys    essay      words  number   ours: one needle, and seven whose keys share a word with the key that is asked for
+    near_keys    essay      words  number   ours: one needle, and seven whose keys share a word with the key asked for
 
-Where this differs from RULER: the needle's slot is given, where RULER draws it (of several needles the first stands at the
-slot, the others at random places); keys and values of a prompt differ from each other; keys are of our own words (`words.py`),
-where RULER's come from the package wonderwords. Essays are the sentences of a text file (`data`, from its beginning, as RULER
-reads Paul Graham's essays), cut at the ends of sentences by a simple rule, where RULER asks nltk; without a file they are the
-generated sentences of the task `needle`, other ones in each example.
+Differences from RULER: the needle's slot is given, while RULER draws it (of several needles the first is at the slot, the
+others at random slots); keys and values of a prompt differ from each other; keys consist of our own words (`words.py`), while
+RULER uses the package wonderwords. Essays are the sentences of a text file (`data`, from its beginning, as RULER reads Paul
+Graham's essays). A simple rule finds the ends of sentences, where RULER uses nltk. Without a file, essays are generated
+sentences of the task `needle`, different ones in each example.
 
-`queries_per_haystack` > 1, of multikey_2 and multikey_3 alone, asks several questions about the same lines, as the task `kv`
-does: the lines stay, and the questions ask for those nearest to the slot. Every example has keys, values and sentences of its
-own. Its key decides by a hash whether it belongs to `search` (40 %) or `test` (60 %).
+`queries_per_haystack` > 1, for multikey_2 and multikey_3 only, asks several questions about the same lines, like the task `kv`:
+the lines stay in place, and the questions ask for those nearest to the slot. Every example has its own keys, values and
+sentences. A hash of its key assigns it to `search` (40 %) or `test` (60 %).
 """
 
 import random
@@ -44,12 +44,13 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from lpes_jax.errors import UserError
-from lpes_jax.limits import check_bounds, check_text_size
-from lpes_jax.tasks.data import content_id, need_file, split_of
-from lpes_jax.tasks.metrics import contains, normalise, substring
+from lpes_jax.limits import check_bounds
+from lpes_jax.tasks.data import content_id, generated_count, need_file, split_of
+from lpes_jax.tasks.metrics import substring
 from lpes_jax.tasks.needle import listed, one_of, sentence
-from lpes_jax.tasks.prompts import Generation, Prompt, Split
+from lpes_jax.tasks.prompts import Prompt, Split
 from lpes_jax.tasks.prompts import position as position_of
+from lpes_jax.tasks.recall import Recall
 from lpes_jax.tasks.words import ADJECTIVES, NOUNS
 from lpes_jax.text_files import OtherEncoding, read_text
 
@@ -69,7 +70,7 @@ SEVERAL = (
 
 
 class Variant(NamedTuple):
-    """A row of the table above; `kind` is of the values."""
+    """A row of the table above; `kind` is the kind of the values."""
 
     haystack: Haystack
     key: Literal["words", "uuids"] = "words"
@@ -95,21 +96,20 @@ VARIANTS = {
 
 @dataclass(frozen=True)
 class Example:
-    """(key, value) of each needle, those asked for first; the line that each but the first stands before; the haystack's
-    lines."""
+    """(key, value) of each needle, those asked for first; the slots of all but the first; and the haystack's lines."""
 
     needles: tuple[tuple[str, str], ...]
-    others_at: tuple[int, ...]
+    other_slots: tuple[int, ...]
     lines: tuple[str, ...]
 
     @property
     def id(self) -> str:
-        return content_id(self.needles, self.others_at, self.lines)
+        return content_id(self.needles, self.other_slots, self.lines)
 
 
 @dataclass(frozen=True)
 class Question:
-    """The question with this number about needles that stay in their order."""
+    """One of several questions about needles that keep their order."""
 
     needles: tuple[tuple[str, str], ...]
     number: int
@@ -119,21 +119,23 @@ class Question:
         return content_id(self.needles, self.number)
 
     def slot(self, slot: int) -> int:
-        """Where the needle asked for stands: the nearest to `slot` for question 0, the next for 1, ..."""
-        return sorted(range(len(self.needles)), key=lambda at: abs(at - slot))[self.number]
+        """The slot of the needle asked for: the nearest to `slot` for question 0, the next for 1, ..."""
+        return sorted(range(len(self.needles)), key=lambda other: abs(other - slot))[self.number]
 
 
 @dataclass(frozen=True)
-class Niah(Generation):
+class Niah(Recall):
     """The task `niah`.
 
-    subset: RULER's variant, or near_keys: see above.
-    num_lines: lines of the haystack (of an essay: sentences) beside the needles; 0 leaves the needles alone.
-    data: a text file for the essay; None generates its sentences.
-    num_keys: needles of multikey_1 (4) and near_keys (8).
-    queries_per_haystack: so many examples in turn are questions about the same lines.
+    Attributes:
+        subset: RULER's variant, or near_keys: see above.
+        num_lines: Lines of the haystack (sentences of an essay) in addition to the needles; 0 keeps only the needles.
+        data: A text file for the essay; None generates its sentences.
+        num_keys: Needles of multikey_1 (default 4) and near_keys (default 8).
+        queries_per_haystack: The number of consecutive examples that ask about the same lines.
 
-    Raises UserError for settings that cannot be; `examples` does for a file that cannot be read or is too short.
+    Raises:
+        UserError: Invalid settings. From `examples`: the file cannot be read or is too short.
     """
 
     subset: str = "single_1"
@@ -147,19 +149,19 @@ class Niah(Generation):
     def __post_init__(self):
         check_bounds(self)
         if self.subset not in VARIANTS:
-            raise UserError(f"--subset {self.subset!r} is no variant of --task niah; they are: {', '.join(VARIANTS)}")
+            raise UserError(f"--subset {self.subset!r} is not a variant of --task niah, which are: {', '.join(VARIANTS)}")
         if self.data is not None and self._variant.haystack != "essay":
-            raise UserError(f"--data: the haystack of --subset {self.subset} is no essay; leave it out")
+            raise UserError(f"--data: the haystack of --subset {self.subset} is not an essay; remove --data")
         if self.data is not None:
             need_file(self.data, "any text file in UTF-8")
         if self.num_keys is not None and self.subset not in ("multikey_1", "near_keys"):
-            raise UserError(f"--num-keys: --subset {self.subset} has as many needles as RULER's; leave it out")
+            raise UserError(f"--num-keys: --subset {self.subset} has RULER's number of needles; remove --num-keys")
         if self.queries_per_haystack > 1 and self._variant.haystack != "needles":
             raise UserError("--queries-per-haystack above 1 is for --subset multikey_2 and multikey_3")
         if self.queries_per_haystack > self.num_lines + 1:
             raise UserError(
-                f"--queries-per-haystack {self.queries_per_haystack}: one prompt asks for one of its {self.num_lines + 1} "
-                "lines, so it goes from 1 to one above --num-lines"
+                f"--queries-per-haystack {self.queries_per_haystack}: must be from 1 to one above --num-lines, "
+                f"{self.num_lines + 1}, because each prompt asks for one of the lines"
             )
 
     @property
@@ -176,29 +178,24 @@ class Niah(Generation):
         return 128
 
     @property
-    def plain(self) -> None:
-        return None
-
-    @property
     def metrics(self) -> tuple[str, ...]:
         several = self._variant.values * self._variant.queries > 1
-        return ("recall", "recall_bounded", "at_slot") if several else ("recall", "recall_bounded")
+        return (*super().metrics, "at_slot") if several else super().metrics
 
     def examples(self, split: Split, count: int | None, seed: int) -> list[Any]:
-        """The first `count` examples of the split, each from a random stream of its own.
+        """The first `count` examples of the split, each from its own random stream.
 
-        Of type `Example`, or `Question` where a haystack has several.
+        They are `Example`s, or `Question`s if a haystack has several.
         """
-        if count is None or count < 0:
-            raise UserError(f"--limit must not be negative, got {count}" if count else "generated needles need a --limit")
-        check_text_size(count, f"--num-lines {self.num_lines}", 110 * (self.num_lines + 1), "--limit or --num-lines")
+        size = 110 * (self.num_lines + 1)
+        count = generated_count(count, "needles", f"--num-lines {self.num_lines}", size, "--limit or --num-lines")
         haystacks = range(-(-count // self.queries_per_haystack))
         return [example for index in haystacks for example in self._generate(split, index, seed)][:count]
 
     def prompt(self, example: Example | Question, slot: int, position: int | None = None) -> Prompt:
-        """The example with its first needle before the line at `slot`, or behind the last; all else keeps its order.
+        """The example with its first needle before the line at `slot`, or after the last; the rest keeps its order.
 
-        Or the question about the line nearest to the slot.
+        For a `Question`: the question about the line nearest to the slot.
         """
         own_position, variant, identity = position_of(slot, self.num_items), self._variant, example.id
         if isinstance(example, Question):
@@ -206,8 +203,8 @@ class Niah(Generation):
             others = [*example.needles[:slot], *example.needles[slot + 1 :]]
             example = Example((example.needles[slot],), (), tuple(self._needle(key, value) for key, value in others))
         texts = [self._needle(key, value) for key, value in example.needles]
-        places = sorted(zip((slot, *example.others_at), texts, strict=True), key=lambda place: place[0])
-        context = _in_essay(example.lines, places) if variant.haystack == "essay" else _in_lines(example.lines, places)
+        inserts = sorted(zip((slot, *example.other_slots), texts, strict=True), key=lambda insert: insert[0])
+        context = _in_essay(example.lines, inserts) if variant.haystack == "essay" else _in_lines(example.lines, inserts)
         asked = example.needles[: variant.values * variant.queries]
         several = len(asked) > 1
         text = (SEVERAL if several else ONE).format(
@@ -228,27 +225,21 @@ class Niah(Generation):
         )
 
     def score(self, output: str, prompt: Prompt) -> dict[str, float]:
-        """RULER's string_match_all, the share of the values asked for that stand anywhere in the output; the same at word ends
-        only; and, where there are several, whether the one at the slot does."""
-        golds, said = prompt.references, normalise(output)
-        scores = {
-            "recall": sum(substring(output, gold) for gold in golds) / len(golds),
-            "recall_bounded": sum(contains(said, normalise(gold), bounded=True) for gold in golds) / len(golds),
-            "at_slot": float(substring(output, golds[0])),
-        }
+        """RULER's score (see `Recall`) and, with several values, `at_slot`: whether the output has the value at the slot."""
+        scores = {**super().score(output, prompt), "at_slot": float(substring(output, prompt.references[0]))}
         return {metric: scores[metric] for metric in self.metrics}
 
     def _needle(self, key: str, value: str) -> str:
         return NEEDLE.format(kind=self._variant.kind, key=key, value=value)
 
     def _generate(self, split: Split, index: int, seed: int) -> list[Example] | list[Question]:
-        # As in key_value.py: a string seeds the same everywhere, and getrandbits is the bare Mersenne Twister.
+        # See key_value.py: string seeds and getrandbits give the same values on every platform.
         rng, variant = random.Random(f"lpes niah {self.subset} {seed} {split} {index}"), self._variant
         used: set[str] = set()
 
-        def new(kind: str, of_split: bool = False) -> str:
+        def new(kind: str, in_split: bool = False) -> str:
             text = _drawn(kind, rng)
-            while text in used or (of_split and split not in ("all", split_of(text))):
+            while text in used or (in_split and split not in ("all", split_of(text))):
                 text = _drawn(kind, rng)
             used.add(text)
             return text
@@ -265,7 +256,7 @@ class Niah(Generation):
         for number in range(variant.keys):
             key = near(needles[0][0]) if variant.near and number else new(variant.key, number < variant.queries)
             needles += [(key, new(variant.kind)) for _ in range(variant.values)]
-        others_at = tuple(rng.getrandbits(32) % self.num_items for _ in needles[1:])
+        other_slots = tuple(rng.getrandbits(32) % self.num_items for _ in needles[1:])
         if self.queries_per_haystack > 1:
             needles += [(new(variant.key, True), new(variant.kind)) for _ in range(self.num_lines)]
             return [Question(tuple(needles), number) for number in range(self.queries_per_haystack)]
@@ -277,7 +268,7 @@ class Niah(Generation):
             lines = [sentence(rng) for _ in range(self.num_lines)]
         else:
             lines = self._essay(self.data)
-        return [Example(tuple(needles), others_at, tuple(lines))]
+        return [Example(tuple(needles), other_slots, tuple(lines))]
 
     def _essay(self, path: Path) -> Sequence[str]:
         try:
@@ -291,7 +282,7 @@ class Niah(Generation):
 
 @lru_cache(4)
 def sentences_of(path: Path, modified: int) -> tuple[str, ...]:
-    """The sentences of a text: what ends in a full stop, a question or an exclamation mark, with the quotes behind it."""
+    """The sentences of a text: each ends in a full stop, question or exclamation mark, including quotes after it."""
     text = " ".join(read_text(path).split())
     return tuple(re.findall(r"\S.*?[.!?][\"'”’)]*(?= |$)|\S.*$", text))
 
@@ -304,18 +295,18 @@ def _drawn(kind: str, rng: random.Random) -> str:
     return str(uuid.UUID(int=rng.getrandbits(128), version=4))
 
 
-def _in_lines(lines: Sequence[str], places: Sequence[tuple[int, str]]) -> str:
-    """The lines with each needle on one of its own, before the line that it is to stand before."""
+def _in_lines(lines: Sequence[str], inserts: Sequence[tuple[int, str]]) -> str:
+    """The lines with each needle as a line of its own, before the line at its slot."""
     written = list(lines)
-    for at, text in reversed(places):
-        written.insert(at, text)
+    for slot, text in reversed(inserts):
+        written.insert(slot, text)
     return "\n".join(written)
 
 
-def _in_essay(sentences: Sequence[str], places: Sequence[tuple[int, str]]) -> str:
-    """The sentences with the needles between them. As in RULER, no sentence before a needle leaves a space there."""
+def _in_essay(sentences: Sequence[str], inserts: Sequence[tuple[int, str]]) -> str:
+    """The sentences with the needles between them. As in RULER, a needle at the very beginning follows a space."""
     parts, last = [], 0
-    for at, text in places:
-        parts += [" ".join(sentences[last:at]), text]
-        last = at
+    for slot, text in inserts:
+        parts += [" ".join(sentences[last:slot]), text]
+        last = slot
     return " ".join([*parts, " ".join(sentences[last:])])

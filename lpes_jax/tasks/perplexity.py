@@ -1,15 +1,15 @@
-"""Perplexity of any text file, by windows that slide over it and by position in the window.
+"""Perplexity of any text file, in sliding windows and by position in the window.
 
     task = Perplexity(data=Path("book.txt"), window=4096, stride=1024)
     windows = task.windows(tokenizer, "test")
-    nlls = [ ... ]  # of each window: -log p of each of its tokens in nats [T]; the first has none, its entry is not read
+    nlls = [ ... ]  # per window: -log p of each token in nats [T]; the first token has none, and its entry is not read
     perplexity(windows, nlls), perplexity_by_position(windows, nlls, num_bins=8)
 
-With a stride below the window each token is scored once, with at least window - stride tokens before it. With stride = window
-(the default) windows do not overlap and every position is scored: what `perplexity_by_position` wants. The paper's first
-version measures extrapolation this way on PG19: windows longer than the model was trained on.
+With a stride below the window, each token is scored once, with at least window - stride tokens before it. With stride = window
+(the default), windows do not overlap and every position is scored, as `perplexity_by_position` requires. The paper's first
+version measures extrapolation on PG19 in this way, with windows longer than the model was trained on.
 
-The first 40 % of the file's tokens are for `search`, the others for `test`; windows never cross the border.
+The first 40 % of the file's tokens are for `search`, the others for `test`; no window crosses the border.
 """
 
 import math
@@ -30,7 +30,7 @@ from lpes_jax.text_files import OtherEncoding, read_text
 
 @dataclass(frozen=True)
 class Window:
-    """Token ids; those from `scored` on count, the ones before are their context. A tokenizer's BOS is never scored."""
+    """Token ids. Those from index `scored` on are scored, those before are context. A tokenizer's BOS is never scored."""
 
     ids: list[int]
     scored: int
@@ -38,7 +38,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Perplexity:
-    """The task `perplexity`: no prompts, but windows of tokens. Raises UserError for settings that cannot be."""
+    """The task `perplexity`: windows of tokens in place of prompts. Raises UserError for invalid settings."""
 
     data: Path | None = None
     window: int = 2048
@@ -53,7 +53,7 @@ class Perplexity:
             raise UserError(f"--stride {self.stride} must be from 1 to --window {self.window}")
 
     def windows(self, tokenizer: Tokenizer, split: Split = "test", count: int | None = None) -> list[Window]:
-        """The first `count` full windows (None: all) of the split; a rest shorter than a window is left out."""
+        """The first `count` full windows (None: all) of the split; a remainder shorter than a window is dropped."""
         assert self.data is not None
         try:
             text = read_text(self.data)
@@ -76,7 +76,7 @@ class Perplexity:
 
 
 def slide(ids: Sequence[int], window: int, stride: int, begin: Sequence[int] = ()) -> list[Window]:
-    """Windows of `window` tokens, `begin` before each included; each but the first scores the tokens that are new in it."""
+    """Windows of `window` tokens, including `begin` before each; all but the first score only the tokens that are new."""
     length = window - len(begin)
     stride = min(stride, length)
     starts = range(0, len(ids) - length + 1, stride)
@@ -87,23 +87,23 @@ def slide(ids: Sequence[int], window: int, stride: int, begin: Sequence[int] = (
 
 
 def mean_nll(windows: Sequence[Window], nlls: Sequence[np.ndarray]) -> float:
-    """The mean of -log p over all scored tokens, in nats a token."""
+    """The mean of -log p over all scored tokens, in nats per token."""
     scored = np.concatenate([np.asarray(nll, np.float64)[window.scored :] for window, nll in zip(windows, nlls, strict=True)])
     return float(scored.mean())
 
 
 def perplexity(windows: Sequence[Window], nlls: Sequence[np.ndarray]) -> float:
-    """exp of the mean over all scored tokens; infinite where that is more than a float holds."""
+    """exp of the mean over all scored tokens; infinity if that overflows a float."""
     return _exp(mean_nll(windows, nlls))
 
 
 def perplexity_by_position(windows: Sequence[Window], nlls: Sequence[np.ndarray], num_bins: int = 8) -> list[tuple[int, float]]:
-    """(first position of the bin, perplexity of the scored tokens in it) for bins of equal width; empty bins are left out."""
+    """(first position of a bin, perplexity of the scored tokens in it) for bins of equal width, without empty bins."""
     length = max(len(window.ids) for window in windows)
     width = -(-length // num_bins)
-    at = np.concatenate([np.arange(window.scored, len(window.ids)) for window in windows])
+    positions = np.concatenate([np.arange(window.scored, len(window.ids)) for window in windows])
     nll = np.concatenate([np.asarray(nll, np.float64)[window.scored :] for window, nll in zip(windows, nlls, strict=True)])
-    bins = at // width
+    bins = positions // width
     return [(int(b) * width, _exp(float(nll[bins == b].mean()))) for b in np.unique(bins)]
 
 

@@ -1,4 +1,4 @@
-"""What a task is, what it gives (prompts), and how prompts become token ids. Tasks know text, not models.
+"""The interface of a task, its prompts, and how prompts become token ids. Tasks know text, not models.
 
     task = KeyValue(num_pairs=50)
     examples = task.examples("test", count=500, seed=0)
@@ -7,11 +7,11 @@
     encoded = encode(fitted.prompts, tokenizer, window=8192)
     scores = [task.score(output, prompt) for output, prompt in zip(outputs, fitted.prompts)]
 
-A prompt holds n items (key-value pairs, documents); the fact asked for is the item at one slot, 0 ... n-1. Positions are
-percent: 0 begin, 50 middle, 100 end.
+A prompt holds n items (key-value pairs, documents). The fact asked for is the item at one slot, 0 ... n-1. Positions are in
+percent: 0 is the beginning, 50 the middle, 100 the end.
 
-A task is decided by `generation` (an output is generated text) or by `options` (an output is the likeliest of a prompt's
-options, whose log-likelihoods come from the prompts that `option_prompts` gives).
+A task is decided either by `generation` (the output is generated text) or by `options` (the output is the likeliest of a
+prompt's options, whose log-likelihoods come from the prompts of `option_prompts`).
 """
 
 import hashlib
@@ -27,38 +27,42 @@ from jaxtyping import Int
 from lpes_jax.choices import Overlength, Split
 from lpes_jax.errors import UserError
 
-Tokenizer = Callable[[list[str]], Mapping[str, Any]]  # as transformers' are: texts -> {"input_ids": a list of ids for each}
-Example = TypeVar("Example")  # whatever a task makes of one question; only the task itself looks inside
+Tokenizer = Callable[[list[str]], Mapping[str, Any]]  # like transformers': texts -> {"input_ids": one list of ids per text}
+Example = TypeVar("Example")  # a task's own type of one question; only the task reads its contents
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How the benchmark itself shortens a prompt that is too long: the end of text[start:end] goes, `separator` stands there.
+    """How the benchmark shortens a prompt that is too long: it replaces the end of text[start:end] by `separator`.
 
-    places: the only ends that may be left (of whole few-shot examples, say); empty for any character.
+    `ends` are the only indices at which the kept part may end (such as after whole few-shot examples); empty allows any.
     """
 
     start: int
     end: int
     separator: str = ""
-    places: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Prompt:
     """One question with its fact at one slot.
 
-    text: all that the model reads, a forced opener included.
-    answers: the admitted continuations, opener + gold for each admitted opener; just the gold where the opener is forced.
-        Empty where only the generated text counts (summaries), and where the gold is blank: any output begins with that.
-    gold: the bare answer, for metrics on text.
-    example: a stable id (hash of the example's content), the same at every slot, so that results can be paired.
-    position, slot, num_items: where the fact stands: in percent, 0-based, and of how many.
-    golds: all bare answers, where there are several; `references` gives them in any case.
-    options: the continuations to choose among, for tasks decided by options.
-    cut, was_cut: how the benchmark shortens this prompt, and whether `fit` did.
-    details: what a record should say of this prompt (the subject, which distractors).
-    faults: why its score says nothing, of `lpes_jax.tasks.leaks.FAULTS`.
+    Attributes:
+        text: Everything that the model reads, including a forced opener.
+        answers: The admitted continuations: opener + gold for each admitted opener, or only the gold if the opener is forced.
+            Empty if only the generated text counts (summaries), and if the gold is blank, because every output begins with it.
+        gold: The bare answer, for metrics on text.
+        example: A stable id (hash of the example's content), equal at every slot, so that results can be paired.
+        position: Where the fact is, in percent.
+        slot: The 0-based index of the fact among the items.
+        num_items: The number of items.
+        golds: All bare answers, if there are several; `references` gives them in every case.
+        options: The continuations to choose from, for tasks decided by options.
+        cut: How the benchmark shortens this prompt.
+        was_cut: Whether `fit` shortened it.
+        details: What a record should contain about this prompt (the subject, the distractors).
+        faults: Why its score is meaningless, from `lpes_jax.tasks.leaks.FAULTS`.
     """
 
     text: str
@@ -82,7 +86,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """Token ids of a prompt's text, and of each answer that greedy generation from there could produce."""
+    """Token ids of a prompt's text, and of each answer that greedy generation could produce after it."""
 
     ids: list[int]
     answers: list[list[int]]
@@ -90,13 +94,14 @@ class EncodedPrompt:
 
 @runtime_checkable
 class Task(Protocol[Example]):
-    """Questions with a fact that can be moved. A task without positions has num_items 1 and slot 0 alone.
+    """Questions with a movable fact. A task without positions has num_items 1 and only slot 0.
 
-    decided_by: what `score` takes: generated text, or the option that the model holds likeliest.
-    metrics: what `score` gives, each in [0, 1]; the first is the task's own.
-    max_new_tokens: tokens to generate, unless the user says otherwise.
-    max_prompt_tokens: the benchmark's own limit of a prompt, kept by `fit`; None where the window is the only one.
-    stop: texts that end an output, besides the model's own end.
+    Attributes:
+        decided_by: What `score` receives: generated text, or the option that the model finds likeliest.
+        metrics: The keys of `score`'s result, each in [0, 1]; the first is the task's own.
+        max_new_tokens: Tokens to generate, unless the user gives another number.
+        max_prompt_tokens: The benchmark's own limit of a prompt, which `fit` applies; None if only the window limits it.
+        stop: Texts that end an output, in addition to the model's end-of-text token.
     """
 
     name: ClassVar[str]
@@ -121,27 +126,27 @@ class Task(Protocol[Example]):
 
     @property
     def plain(self) -> "Task[Any] | None":
-        """The same task without a forced opener behind its prompts; None where nothing is forced."""
+        """The same task without a forced opener at the end of its prompts; None if nothing is forced."""
         ...
 
     def examples(self, split: Split, count: int | None, seed: int) -> list[Example]:
-        """The first `count` examples; `search` and `test` never share one, whatever the seeds and counts.
+        """The first `count` examples; None: all examples of a task that reads a file.
 
-        None: all there are, of a task that reads a file. Raises UserError where there are fewer than `count`.
+        `search` and `test` never share an example, for any seeds and counts. Raises UserError if there are fewer than `count`.
         """
         ...
 
     def prompt(self, example: Example, slot: int, position: int | None = None) -> Prompt:
-        """The example with its fact at `slot`; `position` is the percentage asked for (None: the slot's own, rounded)."""
+        """The example with its fact at `slot`; `position` is the percentage asked for (None: that of the slot, rounded)."""
         ...
 
     def score(self, output: str, prompt: Prompt) -> dict[str, float]:
-        """A figure in [0, 1] for each of `metrics`, of what the model said to one prompt."""
+        """The value in [0, 1] of each of `metrics`, for the model's output on one prompt."""
         ...
 
 
 class Unmoved:
-    """What the tasks without positions have in common: one item, and nothing forced behind their prompts."""
+    """Base of the tasks without positions: one item and no forced opener."""
 
     @property
     def num_items(self) -> int:
@@ -153,7 +158,7 @@ class Unmoved:
 
 
 class Generated:
-    """What the tasks that are decided by generated text have in common."""
+    """Base of the tasks that are decided by generated text."""
 
     @property
     def decided_by(self) -> Literal["generation"]:
@@ -165,7 +170,7 @@ class Generated:
 
 
 class Generation(Generated):
-    """What those with short answers have in common besides."""
+    """Base of those among them that have short answers."""
 
     @property
     def max_new_tokens(self) -> int:
@@ -177,7 +182,7 @@ class Generation(Generated):
 
 
 class Fitted(NamedTuple):
-    """What `fit` gives: the prompts that stay, the ids of the examples left out, and how many prompts were shortened."""
+    """The result of `fit`: the prompts that are kept, the ids of the skipped examples, and how many prompts were shortened."""
 
     prompts: list[Prompt]
     skipped: list[str]
@@ -185,7 +190,7 @@ class Fitted(NamedTuple):
 
 
 def check_positions(positions: Sequence[int], flag: str = "--positions") -> None:
-    """Raise UserError for positions in percent that cannot be measured: none, one beyond 0 to 100, one named twice."""
+    """Raise UserError for invalid positions in percent: none, one outside 0 to 100, or a repeated one."""
     if not positions:
         raise UserError(f"{flag}: give at least one position, in percent")
     if outside := [position for position in positions if not 0 <= position <= 100]:
@@ -194,10 +199,10 @@ def check_positions(positions: Sequence[int], flag: str = "--positions") -> None
 
 
 def check_once(values: Sequence[Any], flag: str) -> None:
-    """Raise UserError for a value that stands in a flag's list twice: results go by these values."""
-    for at, value in enumerate(values):
-        if value in values[:at]:
-            raise UserError(f"{flag} {' '.join(map(str, values))}: {value} stands there twice; give it once")
+    """Raise UserError for a repeated value in a flag's list, because results are indexed by these values."""
+    for index, value in enumerate(values):
+        if value in values[:index]:
+            raise UserError(f"{flag} {' '.join(map(str, values))}: {value} is repeated; give it once")
 
 
 def slot(position: int, num_items: int) -> int:
@@ -207,21 +212,25 @@ def slot(position: int, num_items: int) -> int:
 
 
 def position(slot: int, num_items: int) -> int:
-    """The percentage nearest to a slot, for slots that were named themselves."""
+    """The percentage nearest to a slot, for slots that the user gave directly."""
     if not 0 <= slot < num_items:
         raise UserError(f"--slots: there is no slot {slot} among {num_items} items; slots go from 0 to {num_items - 1}")
     return round(100 * slot / max(num_items - 1, 1))
 
 
 def encode(prompts: Sequence[Prompt], tokenizer: Tokenizer, window: int) -> list[EncodedPrompt]:
-    """Token ids under the tokenizer's own BOS policy, never with a second BOS. Text and answer are tokenised as one string.
+    """Tokenise prompts, with text and answer as one string, under the tokenizer's own BOS policy but never with a second BOS.
 
-    tokenizer: a transformers tokenizer, or any callable `list of strings -> {"input_ids": list of id lists}`.
-    window: the most tokens the model takes, prompt and answer together.
+    If the joint ids do not begin with the ids of the text, the answer merges with the end of the text ("value: " + "7f" becomes
+    "value:", " 7f"). Greedy generation from the text cannot produce those ids, so that answer is dropped. Nothing is ever cut.
 
-    Where the joint ids do not begin with the ids of the text alone, the answer merges with the end of the text ("value: "
-    + "7f" becomes "value:", " 7f"): greedy generation from the text cannot reach those ids, so that answer is dropped.
-    Raises UserError where none is left, and where a prompt with its answer is longer than the window; never cuts.
+    Args:
+        prompts: The prompts.
+        tokenizer: A transformers tokenizer, or any callable `list of strings -> {"input_ids": list of id lists}`.
+        window: The model's limit of tokens, for prompt and answer together.
+
+    Raises:
+        UserError: No answer of a prompt is left, or a prompt with its answer exceeds the window.
     """
     if not prompts:
         return []
@@ -242,7 +251,7 @@ def encode(prompts: Sequence[Prompt], tokenizer: Tokenizer, window: int) -> list
     if longest > window:
         raise UserError(
             f"the longest prompt with its answer is {longest} tokens and the model's window is {window}; "
-            "use fewer items a prompt (--num-pairs)"
+            "use fewer items per prompt (--num-pairs)"
         )
     return encoded
 
@@ -256,10 +265,13 @@ def fit(
     new_tokens: int = 0,
     overlength: Overlength = "error",
 ) -> Fitted:
-    """Prompts that fit: text in `max_prompt_tokens`, and text with `new_tokens` or its longest answer in the window.
+    """Select or shorten prompts: text must fit `max_prompt_tokens`, and with `new_tokens` or its longest answer the window.
 
-    Where the benchmark defines a cut, a prompt that is too long is cut to the most that fits. Any other is an error, or with
-    `skip` its example is left out at every position, so that all positions keep the same questions.
+    A prompt that is too long is cut to the longest part that fits if the benchmark defines a cut. Otherwise it is an error, or,
+    with `overlength="skip"`, its example is skipped at every position, so that all positions have the same questions.
+
+    Raises:
+        UserError: With `overlength="error"`, a prompt is too long and cannot be cut.
     """
     budget = min(window - new_tokens, window if max_prompt_tokens is None else max_prompt_tokens)
     fitted, lengths = [], []
@@ -280,8 +292,8 @@ def fit(
         if max_prompt_tokens is not None:
             limit = f"the smaller of {limit} and the task's own {max_prompt_tokens}"
         raise UserError(
-            f"{len(skipped)} questions are too long: up to {longest} tokens, more than {limit}; use fewer items a "
-            "prompt (--num-pairs, --num-documents, --num-sentences, --num-lines), or leave these questions out with "
+            f"{len(skipped)} questions are too long: up to {longest} tokens, more than {limit}; use fewer items per "
+            "prompt (--num-pairs, --num-documents, --num-sentences, --num-lines), or skip these questions with "
             "--overlength skip"
         )
     fitted = [prompt for prompt in fitted if prompt.example not in skipped]
@@ -289,11 +301,11 @@ def fit(
 
 
 def _cut(prompt: Prompt, cut: Cut, tokens: int, tokenizer: Tokenizer, budget: int) -> tuple[Prompt, int]:
-    # Interpolates between an end that fits and one that does not: tokens grow almost evenly with the text.
-    def text(at: int) -> str:
-        return prompt.text[: ends[at]] + cut.separator + prompt.text[cut.end :]
+    # Interpolates between an end that fits and one that does not, because tokens grow almost linearly with the text.
+    def text(index: int) -> str:
+        return prompt.text[: ends[index]] + cut.separator + prompt.text[cut.end :]
 
-    ends = cut.places or range(cut.start, cut.end + 1)
+    ends = cut.ends or range(cut.start, cut.end + 1)
     low, high, high_tokens = 0, len(ends) - 1, tokens
     [low_tokens] = _num_tokens(tokenizer, [text(low)])
     while high - low > 1 and low_tokens < budget:
@@ -312,43 +324,43 @@ def _num_tokens(tokenizer: Tokenizer, texts: list[str]) -> list[int]:
 
 
 def option_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Each prompt once for each of its options, with that option as its only answer: what a scorer reads of such a task."""
+    """Each prompt once per option, with that option as its only answer, as a scorer needs them for a task of options."""
     return [replace(prompt, answers=(option,)) for prompt in prompts for option in prompt.options]
 
 
 def short_answers(prompts: Sequence[Prompt]) -> bool:
-    """Whether the prompts have answers that an output can begin with. Raises UserError where some have and some have not."""
+    """Whether the prompts have answers that an output can begin with. Raises UserError if only some have."""
     lacking = {prompt.example for prompt in prompts if not prompt.answers}
     if lacking and any(prompt.answers for prompt in prompts):
         raise UserError(
-            f"{len(lacking)} questions have a blank gold answer, which any output begins with; leave them out with --drop-leaky"
+            f"{len(lacking)} questions have a blank gold answer, with which every output begins; skip them with --drop-leaky"
         )
     return not lacking
 
 
 def continuation(text: str, answer: str) -> str:
-    """The answer as it stands behind the text: a space between them where the text does not end in white space."""
+    """The answer as it follows the text: after a space, unless the text ends in white space."""
     return answer if text[-1:].isspace() else f" {answer}"
 
 
 def before_stop(output: str, stop: Sequence[str]) -> str:
-    """The output up to the first of the stop texts in it."""
-    return output[: min((at for text in stop if (at := output.find(text)) >= 0), default=None)]
+    """The output up to the first stop text in it."""
+    return output[: min((index for text in stop if (index := output.find(text)) >= 0), default=None)]
 
 
 def checked_stop(stop: Sequence[str]) -> tuple[str, ...]:
-    """Stop texts as a user gave them. Raises UserError for an empty one, and for backslash-n that should be a line end."""
+    """Check the user's stop texts. Raises UserError for an empty one, and for backslash-n in place of a line end."""
     for text in stop:
         if not text or "\\n" in text:
             raise UserError(
                 f"--stop {text!r} "
-                + ("is empty" if not text else "has a backslash and an n, no line end; in a shell a line end is $'\\n'")
+                + ("is empty" if not text else "has a backslash and an n, not a line end; in a shell a line end is $'\\n'")
             )
     return tuple(stop)
 
 
 def prompts_sha256(prompts: Sequence[Prompt]) -> str:
-    """Of all that is asked, and of the answers, whether they come from a file or are generated."""
+    """A hash of all texts, answers and options, whether they come from a file or are generated."""
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(json.dumps([prompt.text, prompt.answers, prompt.references, prompt.options]).encode())
@@ -356,14 +368,14 @@ def prompts_sha256(prompts: Sequence[Prompt]) -> str:
 
 
 def token_ids(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
-    """The ids of each text as the tokenizer gives them. Where it puts a BOS before one that a chat template wrote, one goes.
+    """The ids of each text from the tokenizer. If the tokenizer adds a BOS to one from a chat template, one BOS is removed.
 
-    A text is asked of a tokenizer once: prompts are measured, checked and encoded, and long ones take their time. What was
-    asked for is kept, up to `_KEPT` tokens of a tokenizer.
+    Long prompts take time to tokenise and are needed several times: measured, checked and encoded. Ids are therefore cached, up
+    to `_KEPT` tokens per tokenizer.
     """
     try:
         kept = _kept.setdefault(tokenizer, _Kept())
-    except TypeError:  # what cannot be a key is asked each time
+    except TypeError:  # not hashable: no cache
         kept = _Kept()
     new = [text for text in dict.fromkeys(texts) if text not in kept.ids]
     if new:

@@ -1,8 +1,7 @@
 """A task whose prompts have different lengths: `Ranged(KeyValue(20), "num_pairs", low=5)` has from 5 to 20 pairs.
 
-Each example has a length of its own, drawn log-uniformly: as many from 5 to 10 as from 10 to 20. Example i of a split has the
-same length whatever the count. It is the example of the longest task without what is beyond its length, so what is asked for
-stays the same.
+Each example has its own length, drawn log-uniformly: as many examples have 5 to 10 pairs as 10 to 20. Example i of a split has
+the same length for every count. It is the example of the longest task, truncated to its length, so the question stays the same.
 """
 
 import math
@@ -18,7 +17,7 @@ from lpes_jax.tasks.prompts import slot as slot_of
 
 @dataclass(frozen=True)
 class Sized:
-    """An example of some length."""
+    """An example with its length."""
 
     length: int
     example: Any
@@ -26,10 +25,10 @@ class Sized:
 
 @dataclass(frozen=True)
 class Ranged:
-    """`longest` with lengths from `low` up to its own. `setting` is its field with the length.
+    """`longest` with lengths from `low` up to its own; `setting` is the field that holds the length.
 
-    Positions are percent of each prompt's own items; `num_items` is that of the longest. Raises UserError for questions that
-    share a haystack: they would have one length.
+    Positions are in percent of each prompt's own items; `num_items` is that of the longest. Raises UserError for questions that
+    share a haystack, because these have one length.
     """
 
     longest: Task[Any]
@@ -42,8 +41,8 @@ class Ranged:
         object.__setattr__(self, "name", self.longest.name)
         if getattr(self.longest, "queries_per_haystack", 1) > 1:
             flag = f"--{self.setting.replace('_', '-')} {self.low}:{self.high}"
-            raise UserError(f"{flag}: questions about one haystack have one length; leave --queries-per-haystack out")
-        self.of(self.low)  # a task refuses lengths that cannot be
+            raise UserError(f"{flag}: questions about one haystack have one length; remove --queries-per-haystack")
+        self.of(self.low)  # the task refuses impossible lengths
 
     @property
     def high(self) -> int:
@@ -82,15 +81,15 @@ class Ranged:
         return self.longest.stop
 
     def examples(self, split: Split, count: int | None, seed: int) -> list[Sized]:
-        """Those of the longest task, each cut to the length that `seed` draws for it."""
+        """The examples of the longest task, each truncated to the length that `seed` draws for it."""
         found = self.longest.examples(split, count, seed)
         lengths = [
-            drawn_length(self.low, self.high, f"lpes length {self.name} {seed} {split} {at}") for at in range(len(found))
+            drawn_length(self.low, self.high, f"lpes length {self.name} {seed} {split} {index}") for index in range(len(found))
         ]
         return [Sized(length, shortened(example, length)) for length, example in zip(lengths, found, strict=True)]
 
     def prompt(self, example: Sized, slot: int, position: int | None = None) -> Prompt:
-        """The example with its fact at `position`; without one, where `slot` is in the longest prompt, in percent."""
+        """The example with its fact at `position`; without one, at the percentage of `slot` in the longest prompt."""
         task = self.of(example.length)
         percent = round(100 * slot / max(self.num_items - 1, 1)) if position is None else position
         return task.prompt(example.example, slot_of(percent, task.num_items), percent)
@@ -100,29 +99,29 @@ class Ranged:
 
 
 def drawn_length(low: int, high: int, seed: str) -> int:
-    """A whole number from `low` to `high`: exp of a uniform one from log(low) to log(high + 1), rounded down."""
+    """A whole number from `low` to `high`: exp of a uniform number from log(low) to log(high + 1), rounded down."""
     share = random.Random(seed).getrandbits(53) / 2**53
     return min(high, int(math.exp(math.log(low) + share * (math.log(high + 1) - math.log(low)))))
 
 
 def shortened(example: Any, length: int) -> Any:
-    """A task's example with so many pairs, documents or sentences, the first ones; what is asked for stays."""
+    """A task's example with only its first `length` pairs, documents or sentences; the question stays the same."""
     match example:
         case key_value.Example():
             return replace(example, others=example.others[: length - 1])
         case mdqa.Example():
             return replace(example, distractors=example.distractors[: length - 1])
         case needle.Example():
-            others_at = tuple(at * (length + 1) // (len(example.filler) + 1) for at in example.others_at)
-            return replace(example, filler=example.filler[:length], others_at=others_at)
+            other_slots = tuple(slot * (length + 1) // (len(example.filler) + 1) for slot in example.other_slots)
+            return replace(example, filler=example.filler[:length], other_slots=other_slots)
         case niah.Example():
-            others_at = tuple(at * (length + 1) // (len(example.lines) + 1) for at in example.others_at)
-            return replace(example, lines=example.lines[:length], others_at=others_at)
+            other_slots = tuple(slot * (length + 1) // (len(example.lines) + 1) for slot in example.other_slots)
+            return replace(example, lines=example.lines[:length], other_slots=other_slots)
         case variable_tracking.Example():
             return example.of_length(length)
         case common_words.Example():
             return replace(example, words=example.words[:length])
         case frequent_words.Example():
-            return example  # how often its words stand in a text is for the text's length to say
+            return example  # the task's text length decides how often its words occur
         case _:
             raise TypeError(f"{type(example).__name__} has no length")

@@ -1,6 +1,6 @@
-"""Tasks of a length in tokens, and with nothing beside the fact: `of_length(task, 4096, tokenizer)`, `alone(task)`.
+"""Set a task's length in tokens, `of_length(task, 4096, tokenizer)`, or remove its haystack, `without_haystack(task)`.
 
-Of the tasks whose fact stands among items that can be counted: kv, needle, niah, vt.
+For the tasks whose fact is one of countable items: kv, needle, niah, vt.
 """
 
 from dataclasses import replace
@@ -14,21 +14,21 @@ from lpes_jax.tasks.prompts import Tokenizer, token_ids
 from lpes_jax.tasks.variable_tracking import VariableTracking
 
 SETTINGS = {KeyValue: "num_pairs", Needle: "num_sentences", Niah: "num_lines", VariableTracking: "num_lines"}
-_SAMPLE = 8  # prompts that a length is judged by
-_SPARE = 1.5  # of the range of their lengths: a prompt in a million is longer
+_SAMPLE = 8  # prompts that are measured for a length
+_SPARE = 1.5  # margin, as a multiple of the range of their lengths: one prompt in a million is longer
 
 
 def of_length(task: Any, tokens: int, tokenizer: Tokenizer) -> Any:
-    """The task with the most items whose prompts, answers included, have at most `tokens` tokens.
+    """The task with the most items whose prompts, including answers, have at most `tokens` tokens.
 
-    Items differ by a few tokens, so this goes by the longest of eight prompts and leaves room for longer ones. Raises UserError
-    where not even the fewest items fit.
+    Items differ by a few tokens. The length is that of the longest of eight prompts plus a margin. Raises UserError if not even
+    the fewest items fit.
     """
     setting = SETTINGS[type(task)]
 
     def size(items: int) -> float:
-        of_size = replace(task, **{setting: items})
-        prompts = [of_size.prompt(example, 0) for example in of_size.examples("all", _SAMPLE, seed=0)]
+        sized = replace(task, **{setting: items})
+        prompts = [sized.prompt(example, 0) for example in sized.examples("all", _SAMPLE, seed=0)]
         texts = [prompt.text + max(prompt.answers, key=len) for prompt in prompts]
         lengths = [len(ids) for ids in token_ids(tokenizer, texts)]
         return max(lengths) + _SPARE * (max(lengths) - min(lengths))
@@ -37,7 +37,7 @@ def of_length(task: Any, tokens: int, tokenizer: Tokenizer) -> Any:
     low_size, high_size = size(low), size(high)
     if low_size > tokens:
         raise UserError(
-            f"--lengths: {tokens} tokens hold no prompt of --task {task.name}; its shortest prompts have {low_size:.0f} tokens"
+            f"--lengths: {tokens} tokens are too few for --task {task.name}; its shortest prompts have {low_size:.0f} tokens"
         )
     while high_size <= tokens:
         growth = (high_size - low_size) / (high - low)
@@ -45,7 +45,7 @@ def of_length(task: Any, tokens: int, tokenizer: Tokenizer) -> Any:
         high = high + max(1, int(1.05 * (tokens - high_size) / growth))
         high_size = size(high)
     while high - low > 1:
-        step = int((high - low) * (tokens - low_size) / (high_size - low_size))  # sizes grow nearly evenly
+        step = int((high - low) * (tokens - low_size) / (high_size - low_size))  # sizes grow almost linearly
         middle = low + min(max(step, 1), high - low - 1)
         if (middle_size := size(middle)) <= tokens:
             low, low_size = middle, middle_size
@@ -54,8 +54,8 @@ def of_length(task: Any, tokens: int, tokenizer: Tokenizer) -> Any:
     return replace(task, **{setting: low})
 
 
-def alone(task: Any) -> Any:
-    """The task with nothing beside the facts that it asks for: what is wrong then is no matter of length or position."""
+def without_haystack(task: Any) -> Any:
+    """The task with only the facts that it asks for. Errors on it are not caused by length or position."""
     match task:
         case KeyValue():
             return replace(task, num_pairs=1, queries_per_haystack=1)
@@ -67,7 +67,7 @@ def alone(task: Any) -> Any:
             )
         case VariableTracking():
             return replace(task, num_lines=0, num_chains=1, placing="together")
-    raise TypeError(f"{type(task).__name__} has no fact among items that can be counted")
+    raise TypeError(f"{type(task).__name__} has no countable items")
 
 
 def _fewest(task: Any) -> int:

@@ -1,6 +1,6 @@
-"""Everyday English words for generated prompts: a list of our own, in place of the wonderwords package that RULER takes.
+"""Everyday English words for generated prompts: our own list; RULER uses the package wonderwords.
 
-Lower case; no word stands twice, in the three lists together.
+Lower case; no word occurs twice in the three lists together.
 """
 
 ADJECTIVES = tuple(

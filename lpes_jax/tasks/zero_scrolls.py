@@ -1,14 +1,14 @@
 """ZeroSCROLLS (Shaham et al., 2023): summaries, questions and sorting over long documents, zero-shot.
 
-Files are the benchmark's own, .jsonl: a line holds the whole prompt (`input`), where its document and query stand, one
-reference (`output`) and an `id`; lines of one id are references of one question, and the best of them counts. Only the
-validation splits have references (20 to 80 lines a task). A prompt that is too long loses the end of its document, the
-benchmark's `truncation_seperator` stands there, and the query behind it is never cut. The limits are the paper's: 3,584 tokens
-of prompt, 512 to generate (upstream 1,024).
+Files are the benchmark's own, .jsonl. A line holds the whole prompt (`input`), the indices of its document and query, one
+reference (`output`) and an `id`. Lines with the same id are references of one question, and the best of them counts. Only the
+validation splits have references (20 to 80 lines per task). A prompt that is too long loses the end of its document, which the
+benchmark's `truncation_seperator` replaces; the query after it is never cut. The limits are the paper's: 3,584 tokens of
+prompt, 512 to generate (upstream 1,024).
 
 `qmsum` also reads the files of Yale-LILY/QMSum (meeting_transcripts and queries) and writes the same kind of prompt.
 
-Documents, with all that is asked about them, belong to `search` (40 %) or `test` (60 %) by a hash; `all` is the whole split.
+A hash assigns documents, with all their questions, to `search` (40 %) or `test` (60 %); `all` is the whole split.
 """
 
 import math
@@ -46,7 +46,7 @@ QMSUM = (
 
 @dataclass(frozen=True)
 class Example:
-    """One prompt with its references. `cut` is where it may be shortened."""
+    """One prompt with its references; `cut` says where it may be shortened."""
 
     id: str
     text: str
@@ -60,7 +60,7 @@ class Example:
 
 @dataclass(frozen=True)
 class ZeroScrolls(Unmoved, Generated):
-    """The task `zero_scrolls`: one of `METRICS`, from its validation file. Raises UserError for settings that cannot be."""
+    """The task `zero_scrolls`: one of `METRICS`, from its validation file. Raises UserError for invalid settings."""
 
     subset: str = "gov_report"
     data: Path | None = None
@@ -72,17 +72,17 @@ class ZeroScrolls(Unmoved, Generated):
     def __post_init__(self):
         check_bounds(self)
         if self.subset not in METRICS:
-            raise UserError(f"--subset {self.subset!r} is not of ZeroSCROLLS; its tasks here are: {', '.join(METRICS)}")
+            raise UserError(f"--subset {self.subset!r} is not in ZeroSCROLLS; its supported tasks are: {', '.join(METRICS)}")
         need_file(self.data, SOURCE)
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """For summaries the means of the last three give the benchmark's own figure: `metrics.corpus_rouge`."""
+        """For summaries, the means of the last three give the benchmark's own score: `metrics.corpus_rouge`."""
         metric = METRICS[self.subset]
         return ("rouge", *ROUGE) if metric == "rouge" else (metric,)
 
     def examples(self, split: Split, count: int | None, seed: int) -> list[Example]:
-        """The first `count` questions of the split in the file's order; `seed` has no effect."""
+        """The first `count` questions of the split, in the file's order; `seed` has no effect."""
         assert self.data is not None
         return take(self._read(self.data), split, count, lambda example: split_of(example.document), self.data)
 
@@ -128,7 +128,7 @@ class ZeroScrolls(Unmoved, Generated):
             for example in _meeting(row, where) if raw else [self._parse(row, where)]:
                 known = examples.get(example.id)
                 if known is not None and known.text != example.text:
-                    raise UserError(f"{where}: the id {example.id!r} stands in an earlier line with another input; rename one")
+                    raise UserError(f"{where}: the id {example.id!r} is used in an earlier line with another input; rename one")
                 references = (*known.references, *example.references) if known else example.references
                 examples[example.id] = Example(example.id, example.text, references, example.cut)
         return list(examples.values())
@@ -149,8 +149,9 @@ class ZeroScrolls(Unmoved, Generated):
         metric = METRICS[self.subset]
         if metric == "accuracy" and choice(output) is None:
             raise UserError(f"{where}: the output {output!r} names no letter from A to D; is this a file of {self.subset}?")
-        if metric == "exponential_similarity" and not math.isfinite(math.inf if (it := percentage(output)) is None else it):
-            raise UserError(f"{where}: the output {output!r} is no percentage; is this a file of {self.subset}?")
+        share = percentage(output)
+        if metric == "exponential_similarity" and (share is None or not math.isfinite(share)):
+            raise UserError(f"{where}: the output {output!r} is not a percentage; is this a file of {self.subset}?")
         if metric == "concordance" and not re.search(r"\d", output):
             raise UserError(f"{where}: the output {output!r} has no numbers to sort; is this a file of {self.subset}?")
         return Example(id, text, (output,), Cut(start, end, separator))
@@ -159,7 +160,7 @@ class ZeroScrolls(Unmoved, Generated):
 def _meeting(row: dict[str, Any], where: str) -> Iterator[Example]:
     try:
         turns = [f"{turn['speaker']}: {turn['content']}" for turn in row["meeting_transcripts"]]
-        queries = [(it["query"], it["answer"]) for it in (*row["general_query_list"], *row["specific_query_list"])]
+        queries = [(query["query"], query["answer"]) for query in (*row["general_query_list"], *row["specific_query_list"])]
         if not all(isinstance(text, str) for query in queries for text in query):
             raise TypeError("not strings")
     except (KeyError, TypeError) as error:

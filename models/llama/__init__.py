@@ -1,4 +1,4 @@
-"""Llama-family models in Flax: from a zoo name, a Hugging Face folder, a .gguf file or a hub id to a model and its tokenizer.
+"""Llama-family models in Flax: load a model and its tokenizer by zoo name, Hugging Face folder, .gguf file or hub id.
 
     model = load_model("smollm2-135m-instruct")
     tokenizer = load_tokenizer("smollm2-135m-instruct")
@@ -26,9 +26,9 @@ __all__ = ["Llama", "LlamaConfig", "Loaded", "load", "load_model", "load_tokeniz
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model with its tokenizer, the ids that end a text, and how records name it: name, num_layers, sha256, dtype.
+    """A model with its tokenizer, the ids that end a text, and its identity in records: name, num_layers, sha256, dtype.
 
-    sha256 is that of the weight files; `mark` stands there too where the files hold factors (`lpes_jax.mark`).
+    sha256 is the hash of the weight files. If the files already hold factors, `identity` has a `mark` too (`lpes_jax.mark`).
     """
 
     model: Llama
@@ -45,10 +45,15 @@ def load(
     revision: str | None = None,
     tokenizer: "str | transformers.PreTrainedTokenizerFast | None" = None,
 ) -> Loaded:
-    """All that a verb needs of a model, as `load_model` and `load_tokenizer` give it.
+    """Load everything that a verb needs of a model, as `load_model` and `load_tokenizer`.
 
-    revision: of a hub model. tokenizer: one in the place of the model's own, named as models are (a hub id's at `revision`
-    too); texts then end where it or the model's files say.
+    Args:
+        name_or_path: A zoo name, folder, .gguf file or hub id.
+        dtype: See `load_model`.
+        mesh: See `load_model`.
+        revision: The revision of a hub model.
+        tokenizer: Replaces the model's own tokenizer; named like a model (a hub id uses `revision` too). Texts then end at the
+            stop ids of this tokenizer and of the model's files.
     """
     from lpes_jax.models.llama.checkpoint import checked_dtype, load_llama, open_checkpoint
     from lpes_jax.models.zoo import resolve
@@ -60,7 +65,7 @@ def load(
     except UserError as error:
         raise UserError(f"tokenizer {tokenizer!r:.60}: {error}") from error
     checkpoint = open_checkpoint(path)
-    sha256 = _beside(checkpoint.sha256)  # ten seconds and more for 13 GB
+    sha256 = _in_thread(checkpoint.sha256)  # ten seconds and more for 13 GB
     chosen = _tokenizer(path, other)
     model = load_llama(checkpoint, dtype, mesh)
     identity = {
@@ -74,8 +79,8 @@ def load(
     return Loaded(model, chosen, identity, chosen.stop_ids)
 
 
-def _beside(function: Callable[[], str]) -> "Future[str]":
-    """What a function will give, which runs in a thread that no exit waits for: a refused model is refused at once."""
+def _in_thread(function: Callable[[], str]) -> "Future[str]":
+    """Run a function in a daemon thread, which does not delay an exit, so that a bad model is refused at once."""
     future: Future[str] = Future()
 
     def run() -> None:
@@ -89,12 +94,17 @@ def _beside(function: Callable[[], str]) -> "Future[str]":
 
 
 def load_model(name_or_path: str, dtype: str = "auto", mesh: "Mesh | None" = None) -> Llama:
-    """The model, with its weights in `dtype`, on the default device or a mesh (lpes_jax.mesh).
+    """Load a model, with its weights in `dtype`, on the default device or a mesh (lpes_jax.mesh).
 
-    dtype: bfloat16, float16, float32, or as the verbs' auto: bfloat16 on a GPU, float32 on a CPU. Raises UserError for another
-    dtype, where there is no such model, and where it cannot be split over the mesh.
+    Args:
+        name_or_path: A zoo name, folder, .gguf file or hub id.
+        dtype: bfloat16, float16, float32, or auto (bfloat16 on a GPU, float32 on a CPU).
+        mesh: The devices; None means the default device.
+
+    Raises:
+        UserError: The dtype is not supported, there is no such model, or the mesh cannot split it.
     """
-    # Imported here, like the tokenizer's: what only builds a `Llama` needs none of the readers.
+    # Imported here, as for the tokenizer: code that only builds a `Llama` needs none of the readers.
     from lpes_jax.models.llama.checkpoint import checked_dtype, load_llama, open_checkpoint
     from lpes_jax.models.zoo import resolve
 
@@ -103,9 +113,9 @@ def load_model(name_or_path: str, dtype: str = "auto", mesh: "Mesh | None" = Non
 
 
 def load_tokenizer(name_or_path: str) -> "transformers.PreTrainedTokenizerFast":
-    """The tokenizer that belongs to the model. Its `stop_ids` are what ends a text, by all of the model's files.
+    """Load the tokenizer of a model. Its `stop_ids` are the ids that end a text, from all of the model's files.
 
-    Raises UserError where the model has no tokenizer, or one that is not understood.
+    Raises UserError if the model has no tokenizer, or none that is supported.
     """
     from lpes_jax.models.zoo import resolve
 
@@ -113,7 +123,7 @@ def load_tokenizer(name_or_path: str) -> "transformers.PreTrainedTokenizerFast":
 
 
 def _tokenizer(path: Path, other: "Path | transformers.PreTrainedTokenizerFast | None" = None) -> Any:
-    """The tokenizer of the model at `path`, or another in its place."""
+    """The tokenizer of the model at `path`, or `other` in its place."""
     from lpes_jax.models.llama.tokenizer import load_tokenizer, stop_ids
 
     tokenizer: Any = other

@@ -1,13 +1,13 @@
-"""Prompts as chat models were trained to read them: the tokenizer's own chat template, or a form by name.
+"""Prompts in the format that chat models were trained on: the tokenizer's own chat template, or a form by name.
 
     chat = make_chat(tokenizer, apply_chat_template=True, system_prompt="Be brief.")
     text = chat.render("What is the capital of France?")  # ends where the answer begins
 
-Some models (Vicuna, StableBeluga) come without a template; their forms are known here by name. Nothing stands in for
-anything else: a tokenizer without a template is an error, and so is a template that drops the system prompt.
+Some models (Vicuna, StableBeluga) have no template; their forms are available by name. There is no fallback: a tokenizer
+without a template is an error, and so is a template that drops the system prompt.
 
-The BOS is not part of a form: the tokenizer puts it. A template that writes one keeps it, and there is never a second
-(`lpes_jax.tasks.prompts.encode`). Templates that write today's date get a fixed one, so that a run can be repeated.
+A form does not include the BOS, which the tokenizer adds. A template's own BOS is kept, and there is never a second one
+(`lpes_jax.tasks.prompts.encode`). Templates that write today's date get a fixed one, so that runs are reproducible.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from lpes_jax.settings.groups import PROMPT_FORMS, check_chat
 if TYPE_CHECKING:
     import transformers
 
-# The date that Llama 3's templates give where they are told none, for templates that ask for it and for those that take it.
+# The default date of Llama 3's templates, for templates that ask for a date and for those that take one.
 _TODAY = "26 Jul 2024"
 _DATE = {"%Y": "2024", "%m": "07", "%d": "26", "%b": "Jul", "%B": "July", "%A": "Friday", "%H": "00", "%M": "00", "%S": "00"}
 _STRFTIME_NOW = "".join(f" | replace('{directive}', '{value}')" for directive, value in _DATE.items())
@@ -31,7 +31,7 @@ _STRFTIME_NOW = "{% macro strftime_now(format) %}{{ format" + _STRFTIME_NOW + " 
 
 @dataclass(frozen=True)
 class _Form:
-    """A form with its system prompt in place, without one, and the system prompt that it has by default."""
+    """A form with a system prompt, the form without one, and the default system prompt."""
 
     with_system: str
     without_system: str
@@ -53,14 +53,14 @@ _FORMS = {
         "You are StableBeluga, an AI that follows instructions extremely well. "
         "Help as much as you can. Remember, be safe, and don't do anything illegal.",
     ),
-    # Meta's llama/generation.py; the tokenizer puts its <s>
+    # Meta's llama/generation.py; the tokenizer adds its <s>
     "llama2": _Form("[INST] <<SYS>>\n{system}\n<</SYS>>\n\n{prompt} [/INST]", "[INST] {prompt} [/INST]", None),
 }
 
 
 @dataclass(frozen=True)
 class Chat:
-    """How a question becomes the text that the model reads, and `record`, what files say of it."""
+    """Turns a question into the text that the model reads. `record` describes the chat in result files."""
 
     render: Callable[[str], str]
     record: dict[str, Any]
@@ -73,10 +73,16 @@ def make_chat(
     prompt_form: str | None = None,
     system_prompt: str | None = None,
 ) -> Chat | None:
-    """The chat that the flags ask for, None for raw prompts.
+    """The chat that the flags ask for; None for raw prompts.
 
-    system_prompt: None for the template's or form's own, "" for none at all in a form. Raises UserError as `check_chat`
-    does, and for a tokenizer that has no template.
+    Args:
+        tokenizer: The model's tokenizer.
+        apply_chat_template: Whether to use its template.
+        prompt_form: A form in place of the template.
+        system_prompt: None means the default of the template or form; "" means none (in a form).
+
+    Raises:
+        UserError: The flags contradict each other, or the tokenizer has no template.
     """
     check_chat(apply_chat_template=apply_chat_template, prompt_form=prompt_form, system_prompt=system_prompt)
     if prompt_form is not None:
@@ -100,14 +106,14 @@ def _of_form(name: str, system_prompt: str | None) -> Chat:
 def _of_template(tokenizer: "transformers.PreTrainedTokenizerFast", system_prompt: str | None) -> Chat:
     try:
         template = tokenizer.get_chat_template()
-    except ValueError as error:  # none, or several and none of them the default
+    except ValueError as error:  # no template, or several without a default
         raise UserError(
             "--apply-chat-template: the model's tokenizer has no chat template; "
-            f"leave the flag out, or name a form: --prompt-form {', '.join(PROMPT_FORMS)}"
+            f"remove the flag, or name a form: --prompt-form {', '.join(PROMPT_FORMS)}"
         ) from error
     if not isinstance(template, str) or not _is_unicode(template):
         raise UserError(
-            f"--apply-chat-template: the model's chat template must be a text in Unicode, got {template!r:.60}; mend it in "
+            f"--apply-chat-template: the model's chat template must be a text in Unicode, got {template!r:.60}; fix it in "
             "its tokenizer_config.json, or name a form with --prompt-form"
         )
     system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
@@ -122,8 +128,8 @@ def _of_template(tokenizer: "transformers.PreTrainedTokenizerFast", system_promp
                 date_string=_TODAY,
             )
             if not _is_unicode(text):
-                raise ValueError("it writes half of a surrogate pair, which is no character")
-        except Exception as error:  # templates are programs: they raise what they like
+                raise ValueError("it writes half of a surrogate pair, which is not a character")
+        except Exception as error:  # templates are programs and may raise anything
             reason = " ".join(str(error).split())[:200]
             raise UserError(f"--apply-chat-template: the model's chat template fails ({reason})") from error
         for what, part in (("system prompt", system_prompt or ""), ("question", prompt)):
@@ -137,7 +143,7 @@ def _of_template(tokenizer: "transformers.PreTrainedTokenizerFast", system_promp
 
 
 def _is_unicode(text: str) -> bool:
-    """Without halves of surrogate pairs, which no tokenizer takes."""
+    """Whether the text is free of lone surrogates, which no tokenizer accepts."""
     return text.encode("utf-8", "replace").decode() == text
 
 

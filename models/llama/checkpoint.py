@@ -2,13 +2,13 @@
 
     checkpoint = open_checkpoint(Path("model-folder"))  # reads headers only
     model = load_llama(checkpoint, "bfloat16")
-    save_llama(model, Path("other-folder"))  # transformers reads it
+    save_llama(model, Path("other-folder"))  # transformers can read it
 
-Loading fills one stacked leaf after the other, tensor by tensor, in the target dtype: the peak is the loaded model, one more
-leaf and one or two tensors. A checkpoint is loaded wholly or refused: tensors that are missing, unknown or of another shape are
-listed in one error before anything large is allocated. Pickle files are never opened.
+Loading fills one stacked leaf after another, tensor by tensor, in the target dtype. Peak memory is the loaded model, one more
+leaf and one or two tensors. A checkpoint is loaded completely or refused: one error lists all tensors that are missing, unknown
+or of another shape, before anything large is allocated. Pickle files are never opened.
 
-Folders and GGUF files meet in `Checkpoint`: a `LlamaConfig` and tensors under their Hugging Face names.
+`Checkpoint` is the common interface of folders and GGUF files: a `LlamaConfig`, and tensors under their Hugging Face names.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes  # noqa: F401 (teaches numpy, and so safetensors, bfloat16)
+import ml_dtypes  # noqa: F401 (adds bfloat16 to numpy, and so to safetensors)
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
@@ -44,8 +44,8 @@ from lpes_jax.models.llama.model import Llama
 from lpes_jax.models.llama.sharding import check_model_axis, weight_spec
 from lpes_jax.store.files import replacing, write_text
 
-# Leaf of `Llama` -> its Hugging Face tensor ({} the layer, stacked on the first axis), and whether that is transposed:
-# torch keeps [out, in], we keep [in, out].
+# Leaf of `Llama` -> its Hugging Face tensor ({} is the layer; layers are stacked on the first axis), and whether it is
+# transposed: torch stores [out, in], we store [in, out].
 RULES: dict[tuple[Any, ...], tuple[str, bool]] = {
     ("embed",): ("model.embed_tokens.weight", False),
     ("layers", "attention_norm"): ("model.layers.{}.input_layernorm.weight", False),
@@ -70,7 +70,7 @@ RULES: dict[tuple[Any, ...], tuple[str, bool]] = {
     ("head",): ("lm_head.weight", True),
 }
 
-# Where the config says fused (Phi-3), these leaves are parts of one tensor, one below the other.
+# If the config is fused (Phi-3), these leaves are parts of one tensor, concatenated along its rows.
 FUSED = {
     "model.layers.{}.self_attn.qkv_proj.weight": [("layers", "query"), ("layers", "key"), ("layers", "value")],
     "model.layers.{}.mlp.gate_up_proj.weight": [("layers", "gate"), ("layers", "up")],
@@ -80,35 +80,35 @@ _HEAD, _EMBEDDING = RULES[("head",)][0], RULES[("embed",)][0]
 DTYPES = ("bfloat16", "float16", "float32")
 _SAFETENSORS_DTYPES = ("BF16", "F16", "F32", "F64")
 _ROWS = 64
-_READERS = min(8, os.cpu_count() or 1)  # threads that read, dequantise and copy tensors, each with one in memory
-_MOST_HEADER_BYTES = 100_000_000  # the library's own limit
+_READERS = min(8, os.cpu_count() or 1)  # threads that read, dequantise and copy tensors, each with one tensor in memory
+_MOST_HEADER_BYTES = 100_000_000  # the library's limit
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 class Checkpoint(ABC):
-    """Weights on disk under their Hugging Face names, and the model they are for. Holds headers only."""
+    """Weights on disk under their Hugging Face names, and the model's config. Holds headers only."""
 
     path: Path
     config: LlamaConfig
 
     @abstractmethod
     def names(self) -> set[str]:
-        """All tensors that the files hold."""
+        """All tensors in the files."""
 
     @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
-        """In torch order, [out, in]."""
+        """The tensor's shape in torch order, [out, in]."""
 
     @abstractmethod
     def read(self, name: str, rows: slice = ALL) -> Shaped[np.ndarray, "*shape"]:
-        """One tensor, or some of its rows, in torch order and a floating dtype (bfloat16 that of ml_dtypes)."""
+        """Read one tensor, or some of its rows, in torch order and a floating dtype (ml_dtypes' for bfloat16)."""
 
     @abstractmethod
     def weight_files(self) -> list[Path]:
         """The files that hold the weights, sorted by name."""
 
     def sha256(self) -> str:
-        """Of the weight files, one after the other."""
+        """A hash of the concatenated weight files."""
         digest = hashlib.sha256()
         for path in self.weight_files():
             with open(path, "rb") as file:
@@ -118,7 +118,7 @@ class Checkpoint(ABC):
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """A Hugging Face folder or a .gguf file. Raises UserError for what is neither, or damaged, or not a model we run."""
+    """Open a Hugging Face folder or a .gguf file. Raises UserError for anything else, damaged files and unsupported models."""
     if path.is_dir():
         return SafetensorsCheckpoint(path)
     if not path.exists():
@@ -155,7 +155,7 @@ class SafetensorsCheckpoint(Checkpoint):
         return self._shapes[name]
 
     def read(self, name: str, rows: slice = ALL) -> Shaped[np.ndarray, "*shape"]:
-        # Opened for each tensor: the file is mapped, and pages once touched stay resident until it is closed.
+        # Opened for each tensor: the file is mapped, and pages stay resident until it is closed.
         with _open_safetensors(self._files[name]) as file:
             return file.get_tensor(name) if rows == ALL else file.get_slice(name)[rows]
 
@@ -191,7 +191,7 @@ class SafetensorsCheckpoint(Checkpoint):
 
 
 class GgufCheckpoint(Checkpoint):
-    """A .gguf file, dequantised to float32 as it is read."""
+    """A .gguf file, dequantised to float32 when it is read."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -213,14 +213,21 @@ class GgufCheckpoint(Checkpoint):
 
 
 def load_llama(checkpoint: Checkpoint, dtype: DTypeLike, mesh: Mesh | None = None) -> Llama:
-    """The model on the default device or a mesh (`lpes_jax.mesh`), its weights in `dtype` (see `checked_dtype`).
+    """Load a model.
 
-    On a mesh every leaf goes straight to its shards: no device holds more than its part of the model. Raises UserError that
-    lists every tensor that is missing, unknown or of another shape, and where the model cannot be split over the mesh.
+    On a mesh, every leaf is put directly on its shards, so no device holds more than its part of the model.
+
+    Args:
+        checkpoint: The weights.
+        dtype: See `checked_dtype`.
+        mesh: See `lpes_jax.mesh`; None means the default device.
+
+    Raises:
+        UserError: Tensors are missing, unknown or of another shape (it lists all of them), or the mesh cannot split the model.
     """
     dtype = checked_dtype(dtype)
     layers, found = checkpoint.config.num_layers, len(checkpoint.names())
-    if layers > found:  # before anything loops over the layers that a damaged config may name
+    if layers > found:  # checked before any loop over the layers, because a damaged config may name any number
         raise UserError(f"{checkpoint.path}: the config says {layers:,} layers, but the files hold only {found:,} tensors")
     if mesh is not None:
         check_model_axis(mesh, checkpoint.config.num_kv_heads, checkpoint.config.intermediate_size)
@@ -228,8 +235,8 @@ def load_llama(checkpoint: Checkpoint, dtype: DTypeLike, mesh: Mesh | None = Non
     _check_tensors(checkpoint, leaves)
     if checkpoint.config.tie_word_embeddings and not is_tied(checkpoint):
         print(
-            f"note: {checkpoint.path}: {_HEAD} differs from the embedding, though the config ties them; taking {_HEAD}, as "
-            "transformers 5 does (4 takes the embedding)",
+            f"note: {checkpoint.path}: {_HEAD} differs from the embedding, though the config ties them; using {_HEAD}, as "
+            "transformers 5 does (4 uses the embedding)",
             file=sys.stderr,
         )
         graphdef, leaves = _leaves(replace(checkpoint.config, tie_word_embeddings=False), dtype)
@@ -238,12 +245,12 @@ def load_llama(checkpoint: Checkpoint, dtype: DTypeLike, mesh: Mesh | None = Non
 
 
 def check_tensors(checkpoint: Checkpoint) -> None:
-    """Raise UserError that lists every tensor that is missing, unknown or of another shape; nothing is loaded."""
+    """Raise UserError that lists all tensors that are missing, unknown or of another shape; loads nothing."""
     _check_tensors(checkpoint, _leaves(checkpoint.config, np.dtype(np.float32))[1])
 
 
 def checked_dtype(dtype: DTypeLike) -> np.dtype:
-    """A dtype of weights; `auto` is bfloat16 on a GPU and float32 on a CPU. Raises UserError for one that is not supported."""
+    """The dtype of weights; `auto` is bfloat16 on a GPU and float32 on a CPU. Raises UserError for an unsupported one."""
     if isinstance(dtype, str) and dtype == "auto":
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     try:
@@ -257,7 +264,7 @@ def checked_dtype(dtype: DTypeLike) -> np.dtype:
 
 
 def save_llama(model: Llama, folder: Path) -> None:
-    """Write config.json and model.safetensors in Hugging Face layout; a kill leaves no half file under these names.
+    """Write config.json and model.safetensors in Hugging Face layout, each atomically.
 
     Holds one copy of the weights on the host.
     """
@@ -275,7 +282,7 @@ def save_llama(model: Llama, folder: Path) -> None:
 
 
 def _leaves(config: LlamaConfig, dtype: np.dtype) -> tuple[nnx.GraphDef[Llama], list[tuple[tuple[Any, ...], Any]]]:
-    """The model without memory for its weights, and these by their paths."""
+    """The model without memory for its weights, and its leaves by path."""
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0), dtype=dtype)))
     return graphdef, list(nnx.to_flat_state(state))
 
@@ -288,7 +295,7 @@ def _check_tensors(checkpoint: Checkpoint, leaves: Iterable[tuple[tuple[Any, ...
     missing = sorted(wanted.keys() - names)
     if config.tie_word_embeddings and _HEAD in names:
         wanted[_HEAD] = wanted[_EMBEDDING]
-    # Old files keep the RoPE frequencies, which follow from the config.
+    # Old files store the RoPE frequencies, which follow from the config.
     unknown = sorted(name for name in names - wanted.keys() if not name.endswith(".rotary_emb.inv_freq"))
     misshaped = sorted(
         f"{name} is {list(checkpoint.shape(name))}, wanted {list(shape)}"
@@ -301,9 +308,9 @@ def _check_tensors(checkpoint: Checkpoint, leaves: Iterable[tuple[tuple[Any, ...
 
 
 def is_tied(checkpoint: Checkpoint) -> bool:
-    """Whether the head is the embedding: the config says so, and no other head is in the files.
+    """Whether the head is the embedding: the config says so, and the files have no different head.
 
-    Where one is, transformers 5 goes by the files, as we do; transformers 4 goes by the config.
+    If the files have one, transformers 5 and we use it; transformers 4 follows the config.
     """
     if not checkpoint.config.tie_word_embeddings or _HEAD not in checkpoint.names():
         return checkpoint.config.tie_word_embeddings
@@ -313,22 +320,22 @@ def is_tied(checkpoint: Checkpoint) -> bool:
 def tensors_of(
     path: tuple[Any, ...], shape: tuple[int, ...], config: LlamaConfig
 ) -> Iterator[tuple[str, tuple[int, ...], slice, tuple[int, ...]]]:
-    """The Hugging Face tensors of a leaf: name, index into the leaf, rows of the tensor, its whole shape in torch order."""
+    """The Hugging Face tensors of a leaf: name, index into the leaf, rows of the tensor, and full shape in torch order."""
     (name, transposed), rows = RULES[path], ALL
     part = shape[1:] if "{}" in name else shape
     tensor = part[::-1] if transposed else part
     for fused, parts in FUSED.items() if config.fused else ():
         if path in parts:
             heights = [_height(part, config) for part in parts]
-            at = parts.index(path)
-            rows = slice(sum(heights[:at]), sum(heights[: at + 1]))
+            index = parts.index(path)
+            rows = slice(sum(heights[:index]), sum(heights[: index + 1]))
             name, tensor = fused, (sum(heights), *tensor[1:])
     for index in [(layer,) for layer in range(shape[0])] if "{}" in name else [()]:
         yield name.format(*index), index, rows, tensor
 
 
 def _height(path: tuple[Any, ...], config: LlamaConfig) -> int:
-    """Rows of a part of a fused tensor."""
+    """The number of rows of a part of a fused tensor."""
     heads = {"query": config.num_heads, "key": config.num_kv_heads, "value": config.num_kv_heads}
     return heads[path[1]] * config.head_dim if path[1] in heads else config.intermediate_size
 
@@ -343,13 +350,13 @@ def _read_leaf(
         if not RULES[path][1]:
             buffer[index] = tensor
             return
-        for at in range(0, len(tensor), _ROWS):  # blocks that stay in the cache: several times as fast as all at once
-            buffer[index][:, at : at + _ROWS] = tensor[at : at + _ROWS].astype(dtype).T
+        for start in range(0, len(tensor), _ROWS):  # in blocks that fit the CPU cache: several times as fast as all at once
+            buffer[index][:, start : start + _ROWS] = tensor[start : start + _ROWS].astype(dtype).T
 
     with ThreadPoolExecutor(_READERS) as pool:
-        deque(pool.map(lambda tensor: read(*tensor), tensors_of(path, shape, checkpoint.config)), maxlen=0)  # or it raises
+        deque(pool.map(lambda tensor: read(*tensor), tensors_of(path, shape, checkpoint.config)), maxlen=0)  # raises errors
     leaf = jax.device_put(buffer) if mesh is None else put(buffer, NamedSharding(mesh, weight_spec(path)))
-    return jax.block_until_ready(leaf)  # waits, so that no two buffers are alive at once
+    return jax.block_until_ready(leaf)  # so that two buffers are never alive at once
 
 
 def _open_safetensors(path: Path) -> safe_open:
@@ -360,9 +367,9 @@ def _open_safetensors(path: Path) -> safe_open:
 
 
 def _check_length(path: Path) -> None:
-    """Raise UserError, with both sizes, for a file that is not as long as its header says.
+    """Raise UserError, with both sizes, for a file whose length differs from what its header declares.
 
-    The header is its length in bytes (a uint64) and then JSON, with where each tensor begins and ends behind the header.
+    The header is its length in bytes (a uint64), then JSON with the begin and end of each tensor after the header.
     """
     size = path.stat().st_size
     if size == 0:
@@ -373,14 +380,14 @@ def _check_length(path: Path) -> None:
         if begin == b"version ":
             raise UserError(f"{path}: a pointer of Git LFS, {size:,} bytes, not the weights; fetch them (git lfs pull)")
         if size < 8 or header > _MOST_HEADER_BYTES:
-            return  # not of this format at all, which the library says
+            return  # not of this format at all; the library reports that
         declared = 8 + header
         if declared <= size:
             try:
                 entries = json.loads(file.read(header))
                 declared += max(entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__")
             except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-                return  # damaged elsewhere, which the library says
+                return  # damaged in another way; the library reports that
     if declared > size:
         raise UserError(f"{path}: {size:,} bytes, but its header declares {declared:,}; it is truncated, fetch it again")
     if declared < size:

@@ -1,7 +1,7 @@
-"""What a Llama-family checkpoint says of itself, and what this port can run.
+"""The config of a Llama-family checkpoint, and the checks of what this port supports.
 
-A checkpoint is understood wholly or refused: a key that changes the computation and that the port does not implement raises
-a `UserError` that names it. What transformers' modeling files do (version 5) is the reference, family by family.
+A checkpoint is understood completely or refused: a key that changes the computation and that the port does not implement raises
+a `UserError` that names it. The reference is transformers' modeling files (version 5), for each family.
 """
 
 import math
@@ -19,7 +19,7 @@ from lpes_jax.mark import KEY as MARK_KEY
 from lpes_jax.mark import Mark
 from lpes_jax.rope import Granularity, RopeParameters, RopeTable, rope_table
 
-# Each family: its class in transformers, and what that takes for keys that a config leaves out.
+# Each family: its class in transformers, and that class's defaults for keys that a config lacks.
 _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {"max_position_embeddings": 2048}),
     "mistral": ("MistralForCausalLM", {"max_position_embeddings": 131_072, "sliding_window": 4096}),
@@ -38,8 +38,8 @@ SUPPORTED_MODEL_TYPES = tuple(_FAMILIES)
 _WITH_LAYER_TYPES = ("qwen2", "qwen3", "smollm3")
 _MOST_LAYERS = 2**14
 
-# Keys of a Hugging Face config that change the computation, the value that this port implements, and the families in which
-# every value is implemented (or, as `attention_bias` in Qwen2, which always has three biases, has no effect).
+# Keys of a Hugging Face config that change the computation, the value that this port implements, and the families for which
+# every value is implemented (or has no effect, like `attention_bias` in Qwen2, which always has three biases).
 _IMPLEMENTED: dict[str, tuple[Any, tuple[str, ...]]] = {
     "hidden_act": ("silu", ()),
     "attention_bias": (False, ("llama", "qwen2", "qwen3", "smollm3")),
@@ -74,7 +74,7 @@ _IMPLEMENTED: dict[str, tuple[Any, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Sizes of a Llama-architecture decoder; the names are those of Hugging Face's `LlamaConfig`."""
+    """Sizes of a Llama-architecture decoder; the names are mostly those of Hugging Face's `LlamaConfig`."""
 
     vocab_size: int
     hidden_size: int  # E
@@ -90,10 +90,10 @@ class LlamaConfig:
     model_type: str = "llama"
     attention_bias: bool = False  # on the queries, keys, values and the output of the attention
     mlp_bias: bool = False
-    sliding_window: int | None = None  # keys that a query of the layers below sees, its own among them
+    sliding_window: int | None = None  # how many keys a query of the layers below sees, including its own
     sliding_layers: tuple[int, ...] = ()
-    nope_layers: tuple[int, ...] = ()  # layers that rotate nothing
-    mark: Mark | None = field(default=None, repr=False)  # factors that the files hold already; records hash the repr
+    nope_layers: tuple[int, ...] = ()  # layers without RoPE
+    mark: Mark | None = field(default=None, repr=False)  # factors that the files already hold; records hash the repr
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
@@ -101,7 +101,7 @@ class LlamaConfig:
             if not isinstance(value, int) or not 0 < value < 2**31:
                 raise UserError(f"model config: {name} must be a positive whole number, got {value!r}")
         if self.num_heads % self.num_kv_heads:
-            raise UserError(f"model config: {self.num_heads} heads do not divide into {self.num_kv_heads} key-value heads")
+            raise UserError(f"model config: {self.num_heads} heads cannot be divided into {self.num_kv_heads} key-value heads")
         if self.head_dim % 2 or self.rotary_dim % 2 or self.rotary_dim < (4 if self.rope.rope_type == "dynamic" else 2):
             part = "" if self.rotary_dim == self.head_dim else f", of which {self.rotary_dim} are rotated"
             raise UserError(f"model config: head_dim must be even for RoPE, got {self.head_dim}{part}")
@@ -114,7 +114,7 @@ class LlamaConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """R: the elements of a head that RoPE turns."""
+        """R: the number of elements of a head that RoPE rotates."""
         return self.rope.rotary_dim(self.head_dim)
 
     @property
@@ -123,16 +123,16 @@ class LlamaConfig:
 
     @property
     def qk_norm(self) -> bool:
-        """Queries and keys are RMS-normalised, a head at a time, before they are rotated."""
+        """Whether queries and keys are RMS-normalised, per head, before they are rotated."""
         return self.model_type == "qwen3"
 
     @property
     def fused(self) -> bool:
-        """Checkpoints hold queries, keys and values as one tensor, and gate and up as another."""
+        """Whether checkpoints hold queries, keys and values as one tensor, and gate and up as another."""
         return self.model_type == "phi3"
 
     def windows(self, length: int) -> Int[np.ndarray, "L"]:
-        """How many of the last keys, its own among them, a query of each layer sees in a text of `length` tokens."""
+        """The number of keys, counted back from its own, that a query of each layer sees in a text of `length` tokens."""
         windows = np.full(self.num_layers, length, np.int32)
         windows[list(self.sliding_layers)] = min(length, self.sliding_window or length)
         return windows
@@ -147,8 +147,12 @@ class LlamaConfig:
     ) -> RopeTable:
         """The RoPE of every layer, divided by `factors` and with `gains` (see `lpes_jax.rope`).
 
-        `factors` may be LayerFactors, which have their own gains and granularities. `length` is that of the longest text of
-        the call, prompt and answer together: `dynamic` and `longrope` go by it.
+        Args:
+            length: Tokens of the longest text of the call, prompt and answer together; used by `dynamic` and `longrope`.
+            factors: An array, or LayerFactors with their own gains and granularities; None means the model's own RoPE.
+            granularity: Granularity of an array of factors.
+            gains: Gains, if `factors` is an array.
+            gains_granularity: Their granularity.
         """
         if isinstance(factors, LayerFactors):
             found, granularity, gains_granularity = factors, factors.granularity, factors.gains_granularity or "layer"
@@ -159,13 +163,13 @@ class LlamaConfig:
 
     @classmethod
     def from_hf(cls, config: dict, where: str = "config.json") -> "LlamaConfig":
-        """From the contents of a Hugging Face `config.json`; `where` names the file in errors."""
+        """Read the contents of a Hugging Face `config.json`; `where` names the file in errors. Raises UserError."""
         model_type = config.get("model_type")
         mark = Mark.read(config.get(MARK_KEY), f"{where}: {MARK_KEY}")
         if model_type not in SUPPORTED_MODEL_TYPES:
             if mark is not None:  # a folder with modeling_lpes.py
                 raise UserError(
-                    f"{where}: the model holds {mark} already, and lpes_jax does not run code of model_type "
+                    f"{where}: the model already holds {mark}, and lpes_jax does not run code of model_type "
                     f"{model_type!r:.60}; use the model that it was exported from"
                 )
             raise UserError(
@@ -194,11 +198,11 @@ class LlamaConfig:
         if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 < eps < math.inf:
             raise UserError(f"{where}: rms_norm_eps must be a positive number, got {eps!r:.60}")
         if config.get("head_dim") is None and hidden % heads:
-            raise UserError(f"{where}: hidden_size {hidden} does not divide into {heads} heads, and there is no head_dim")
+            raise UserError(f"{where}: hidden_size {hidden} cannot be divided into {heads} heads, and there is no head_dim")
         entries = [config, *(config[key] for key in ("rope_scaling", "rope_parameters") if isinstance(config.get(key), dict))]
         no_theta = all(entry.get("rope_theta") is None for entry in entries)
-        if model_type == "llama" and no_theta and not config.get("rope_parameters"):  # which came after rope_theta
-            warnings.warn(f"{where}: no rope_theta; taking 10000, which Llama 1 and 2 were trained with", stacklevel=2)
+        if model_type == "llama" and no_theta and not config.get("rope_parameters"):  # a newer key than rope_theta
+            warnings.warn(f"{where}: no rope_theta; using 10000, which Llama 1 and 2 were trained with", stacklevel=2)
             config["rope_theta"] = 10_000.0
         rope = RopeParameters.from_hf(config, where)
         if model_type == "phi3" and rope.rope_type not in ("default", "longrope"):
@@ -207,7 +211,7 @@ class LlamaConfig:
             raise UserError(
                 f"{where}: partial_rotary_factor={rope.partial_rotary_factor!r} is not supported for {model_type} (only 1.0)"
             )
-        if (layers := whole("num_hidden_layers")) > _MOST_LAYERS:  # before anything is made for each
+        if (layers := whole("num_hidden_layers")) > _MOST_LAYERS:  # before anything is made per layer
             raise UserError(f"{where}: num_hidden_layers is {layers:,}; no model has more than {_MOST_LAYERS:,}")
         nope_layers = _nope_layers(config, layers, where) if model_type == "smollm3" else ()
         sliding_window, sliding_layers = _windows(config, layers, nope_layers, where)
@@ -249,7 +253,7 @@ class LlamaConfig:
             "max_position_embeddings": self.max_position_embeddings,
             "rope_parameters": self.rope.to_hf(),
             "tie_word_embeddings": self.tie_word_embeddings,
-            "pad_token_id": None,  # left out, some families take one that lies beyond a small vocabulary
+            "pad_token_id": None,  # without this entry, some families use an id beyond a small vocabulary
         }
         config |= {key: True for key in ("attention_bias", "mlp_bias") if getattr(self, key)}
         if self.model_type != "llama":
@@ -262,13 +266,13 @@ class LlamaConfig:
             config["no_rope_layers"] = [int(layer not in self.nope_layers) for layer in range(self.num_layers)]
         if self.mark is not None:
             config[MARK_KEY] = self.mark.record
-        if self.rope.rope_type == "longrope":  # transformers' Phi-3 reads it here alone
+        if self.rope.rope_type == "longrope":  # transformers' Phi-3 reads it only here
             config["original_max_position_embeddings"] = self.rope.original_max_position_embeddings
         return config
 
 
 def _nope_layers(config: dict, layers: int, where: str) -> tuple[int, ...]:
-    """SmolLM3: the layers with a 0 in `no_rope_layers`, else every `no_rope_layer_interval`-th."""
+    """SmolLM3: the layers with a 0 in `no_rope_layers`, or else every `no_rope_layer_interval`-th layer."""
     if (uses_rope := config.get("no_rope_layers")) is None:
         interval = config["no_rope_layer_interval"]
         if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
@@ -280,7 +284,7 @@ def _nope_layers(config: dict, layers: int, where: str) -> tuple[int, ...]:
 
 
 def _windows(config: dict, layers: int, nope_layers: tuple[int, ...], where: str) -> tuple[int | None, tuple[int, ...]]:
-    """The window, and the layers that have it."""
+    """The sliding window, and the layers that use it."""
     window, use, types = (config.get(key) for key in ("sliding_window", "use_sliding_window", "layer_types"))
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or not 0 < window < 2**31):
         raise UserError(f"{where}: sliding_window must be a positive whole number or null, got {window!r:.60}")

@@ -1,8 +1,8 @@
 """Generation with a KV cache, greedy unless a key is given: one prefill, then one token at a time until every row has stopped.
 
-Prompts are padded on the right; each row goes on at its own length, and its new keys are written over the padding. The cache
-holds rotated keys: with tables, a key's rotation never changes. A method with several tables has a cache for each, and the
-tokens are shared.
+Prompts are padded on the right. Each row continues at its own length, and its new keys overwrite the padding. The cache holds
+rotated keys: with tables, a key's rotation never changes. A method with several tables has one cache per table; the tokens are
+shared.
 
 Letters: B batch, T prompt tokens, N new tokens, S = T + N cache entries, n tables, L layers, K key-value heads, D head dim.
 """
@@ -32,7 +32,7 @@ from lpes_jax.rope import RopeTable, apply_gains
 
 
 class Continuation(NamedTuple):
-    """New tokens of each prompt, and whether every logit that one was chosen by was finite."""
+    """New tokens of each prompt, and whether all logits of chosen tokens were finite."""
 
     tokens: Int[Array, "B N"]
     finite: Bool[Array, "B"]
@@ -60,17 +60,17 @@ def continuation(
     max_new_tokens: int,
     key: jax.Array | None = None,
 ) -> Continuation:
-    """The argmax continuation of each prompt; what follows the first id of `stop` in a row is filled with that id.
+    """The greedy continuation of each prompt. After the first id of `stop`, a row is filled with that id.
 
-    With a `key`, tokens are drawn from the model's distribution instead (temperature 1). Of a model on a mesh, rows that divide
-    over the population axis are spread over it, and so is the result; but not with a `key`, which is of all rows together.
+    With a `key`, tokens are sampled from the model's distribution instead (temperature 1). On a mesh, rows are distributed over
+    the population axis if they divide evenly, and so is the result. With a `key` they are not, because a key covers all rows.
     """
     mesh = mesh_of(model)
     if mesh is None or mesh.size == 1:
         return _greedy(model, tokens, lengths, method, stop, max_new_tokens, key)
     spread = key is None and len(tokens) % mesh.shape["population"] == 0
     rows, everywhere = (NamedSharding(mesh, spec) for spec in (BY_POPULATION if spread else EVERYWHERE, EVERYWHERE))
-    stop = stop if len(stop) else jnp.full(1, -1, jnp.int32)  # no token: XLA of jax 0.11 crashes on an empty array here
+    stop = stop if len(stop) else jnp.full(1, -1, jnp.int32)  # not a token: XLA of jax 0.11 crashes on an empty array here
     inputs = put(tokens, rows), put(lengths, rows), put(method, everywhere), put(stop, everywhere)
     return _greedy_on_mesh(model, *inputs, max_new_tokens, key, mesh, rows.spec)
 
@@ -87,13 +87,11 @@ def _greedy_on_mesh(
     mesh: Mesh,
     rows: PartitionSpec,
 ) -> Continuation:
-    def of_shard(
-        model: Llama, tokens: Array, lengths: Array, method: Method, stop: Array, key: jax.Array | None
-    ) -> Continuation:
+    def shard(model: Llama, tokens: Array, lengths: Array, method: Method, stop: Array, key: jax.Array | None) -> Continuation:
         return _greedy(model, tokens, lengths, method, stop, max_new_tokens, key)
 
     specs = EVERYWHERE, rows, rows, EVERYWHERE, EVERYWHERE, EVERYWHERE
-    return over_population(of_shard, mesh, specs, rows)(model, tokens, lengths, method, stop, key)
+    return over_population(shard, mesh, specs, rows)(model, tokens, lengths, method, stop, key)
 
 
 @partial(jax.jit, static_argnames="max_new_tokens")
@@ -126,7 +124,7 @@ def _greedy(
     def one_token(state: tuple) -> tuple:
         step, new, done, finite, keys, values = state
         token = new[:, step - 1]
-        positions = lengths + step - 1  # of `token`, a row its own
+        positions = lengths + step - 1  # the position of `token` in each row
         decode = partial(_decode, model, token, positions, windows, method.replacement)
         hidden, keys, values = over_tables(decode, method.tables, keys, values, known)
         following, well = _chosen(method_logits(model, hidden, method)[:, 0], key, step)
@@ -135,7 +133,7 @@ def _greedy(
 
     state = (jnp.int32(1), new, stopped(first), finite, keys, values)
     steps, new, _, finite, _, _ = jax.lax.while_loop(unfinished, one_token, state)
-    after = jnp.arange(max_new_tokens)[None, :] >= steps  # never computed: every row had stopped
+    after = jnp.arange(max_new_tokens)[None, :] >= steps  # not computed, because every row had stopped
     return Continuation(jnp.where(after, jnp.take(new, steps - 1, axis=1)[:, None], new), finite)
 
 
@@ -158,7 +156,7 @@ def _decode(
     values: Float[Array, "L B S K D"],
     known: Any,
 ) -> tuple[Float[Array, "B 1 E"], Array, Array]:
-    """The hidden state of one new token a row, and the cache with it."""
+    """The hidden state of one new token per row, and the cache with its keys and values."""
     batch, attention = jnp.arange(len(token)), None if replacement is None else replacement.attention
 
     def attend(q: Array, k: Array, v: Array, context: LayerContext) -> tuple[Array, tuple[Array, Array]]:
@@ -180,7 +178,7 @@ def _decode(
 def _chosen(
     logits: Float[Array, "B V"], key: jax.Array | None, step: Int[Array, ""] | int
 ) -> tuple[Int[Array, "B"], Bool[Array, "B"]]:
-    """The next token of each row, and whether its logit is finite: one NaN or inf among the logits is always the one chosen."""
+    """The next token of each row, and whether its logit is finite. A NaN or inf among the logits is always the one chosen."""
     if key is None:
         chosen = jnp.argmax(logits, axis=-1)
     else:

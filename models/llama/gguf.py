@@ -1,12 +1,12 @@
-"""GGUF files of llama.cpp: a bounded reader of versions 2 and 3. What is in them for Hugging Face: `gguf_model.py`.
+"""GGUF files of llama.cpp: a bounded reader of versions 2 and 3. `gguf_model.py` translates their contents to Hugging Face's.
 
     gguf = GgufFile.open(Path("model.gguf"))
     heads = gguf.metadata["llama.attention.head_count"]
     weights = gguf.read("blk.0.attn_q.weight")  # float32 [out, in], dequantised
 
-A GGUF file is a header (counts, key-value pairs, one line a tensor) and then the tensors, each on a multiple of the alignment.
-Every count, length and offset is checked against the file's size before anything is allocated, so a damaged file is refused at
-once (the reader of the `gguf` package hangs on some). Tensors are read by seek and read, not mapped: a mapped file counts as
+A GGUF file is a header (counts, key-value pairs, one entry per tensor) followed by the tensors, each aligned. Every count,
+length and offset is checked against the file's size before anything is allocated, so a damaged file is refused at once (the
+reader of the `gguf` package hangs on some). Tensors are read by seek and read, not mapped, because a mapped file counts as
 resident memory of its whole size.
 """
 
@@ -27,22 +27,22 @@ from lpes_jax.errors import UserError
 # Value types: number -> numpy type. 8 is a string, 9 an array.
 _SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
 _STRING, _ARRAY = 8, 9
-# Far above any real file (262,144 tokens with 580,604 merges; 1,200 tensors): they bound what a damaged file can cost.
+# Far above any real file (262,144 tokens with 580,604 merges; 1,200 tensors): limits for damaged files.
 _MAX_ELEMENTS, _MAX_ENTRIES, _MAX_STRING_BYTES = 3 * 2**19, 2**16, 2**24
-# Types that llama.cpp had for a while, and the type of the file to take instead. Q4_2 and Q4_3 left in 2023; the others,
-# layouts for one kind of CPU, in 2024: it now makes these layouts itself as it loads the plain type.
+# Types that llama.cpp removed, and the type to use instead. Q4_2 and Q4_3 were removed in 2023. The others, layouts for one
+# kind of CPU, were removed in 2024: llama.cpp now makes these layouts itself when it loads the plain type.
 _REMOVED = {
     4: ("Q4_2", "Q4_0"), 5: ("Q4_3", "Q4_1"), 31: ("Q4_0_4_4", "Q4_0"), 32: ("Q4_0_4_8", "Q4_0"), 33: ("Q4_0_8_8", "Q4_0"),
     36: ("IQ4_NL_4_4", "IQ4_NL"), 37: ("IQ4_NL_4_8", "IQ4_NL"), 38: ("IQ4_NL_8_8", "IQ4_NL"),
 }  # fmt: skip
-_CHUNK_BYTES = 2**17  # unpacked at once: its temporaries are many times as large, and should stay in the cache
+_CHUNK_BYTES = 2**17  # unpacked at once; the temporaries are many times larger and should fit the CPU cache
 
 ALL = slice(None)
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor as the header declares it: `shape` in row-major (torch) order, `offset` in bytes from the start of the file."""
+    """A tensor's header entry: `shape` in row-major (torch) order, `offset` in bytes from the start of the file."""
 
     name: str
     shape: tuple[int, ...]
@@ -53,7 +53,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the parts of the file lie, in bytes: metadata, then a line for each tensor, then the tensors from `data` on."""
+    """Byte offsets in the file: the end of the metadata, the end of the tensors' entries, and the start of the tensors."""
 
     metadata_end: int
     header_end: int
@@ -72,7 +72,7 @@ class GgufFile:
 
     @classmethod
     def open(cls, path: Path) -> "GgufFile":
-        """Read and check the header. Raises UserError that names the file, and the key or tensor that is wrong."""
+        """Read and check the header. Raises UserError that names the file and the wrong key or tensor."""
         try:
             with open(path, "rb") as file:
                 return cls(path, *_Header(path, file).parse())
@@ -80,7 +80,7 @@ class GgufFile:
             raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
 
     def read(self, name: str, rows: slice = ALL) -> Float[np.ndarray, "*shape"]:
-        """One tensor, or some of its rows, in float32. Holds what it gives and a few MiB."""
+        """Read one tensor, or some of its rows, in float32. Uses the memory of the result and a few MiB."""
         info = self.tensors[name]
         first, last, _ = rows.indices(info.shape[0])
         result = np.empty((last - first, *info.shape[1:]), np.float32)
@@ -96,7 +96,7 @@ class GgufFile:
                     data = file.read(wanted)
                     if len(data) < wanted:
                         raise UserError(f"{self.path}: tensor {name} ends early; the file has changed since it was opened")
-                    # As one row of many blocks: the package goes row by row, which takes it twice as long.
+                    # As one row of many blocks: the package loops over rows, which takes twice as long.
                     chunk[...] = dequantize(np.frombuffer(data, np.uint8)[None], info.type)[0]
         except OSError as error:
             raise UserError(f"{self.path}: tensor {name} cannot be read: {error.strerror or error}") from error
@@ -104,7 +104,7 @@ class GgufFile:
 
 
 class _Header:
-    """A cursor over the header that knows how many bytes are left."""
+    """A cursor over the header that tracks how many bytes are left."""
 
     def __init__(self, path: Path, file: BinaryIO):
         self.path, self.file, self.position = path, file, 0
@@ -130,7 +130,7 @@ class _Header:
         for index in range(num_pairs):
             key = self.string(f"metadata key {index}")
             if key in metadata:
-                raise UserError(f"{self.path}: metadata key {key!r} stands twice; the file is damaged")
+                raise UserError(f"{self.path}: metadata key {key!r} is repeated; the file is damaged")
             metadata[key] = self.value(self.number("<I", f"the type of {key!r}"), f"{key!r}")
         if metadata.get("split.count", 0) not in (0, 1):
             raise UserError(f"{self.path}: one part of a split model; join the parts with `llama-gguf-split --merge`")
@@ -140,24 +140,24 @@ class _Header:
         for index in range(num_tensors):
             name = self.string(f"the name of tensor {index}")
             if name in declared:
-                raise UserError(f"{self.path}: tensor {name!r} stands twice; the file is damaged")
+                raise UserError(f"{self.path}: tensor {name!r} is repeated; the file is damaged")
             num_dims = self.number("<I", f"the shape of tensor {name!r}")
             if not 1 <= num_dims <= 4:
                 raise UserError(
                     f"{self.path}: tensor {name!r} has {num_dims} dimensions (1 to 4 are possible); the file is damaged"
                 )
             shape = struct.unpack(f"<{num_dims}Q", self.take(8 * num_dims, f"the shape of tensor {name!r}"))
-            kind, offset = struct.unpack("<IQ", self.take(12, f"the place of tensor {name!r}"))
+            kind, offset = struct.unpack("<IQ", self.take(12, f"the offset of tensor {name!r}"))
             declared[name] = shape[::-1], kind, offset
 
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise UserError(f"{self.path}: general.alignment must be a power of two, got {alignment!r}")
         layout = Layout(metadata_end, self.position, align(self.position, alignment), alignment)
-        return metadata, self.place(declared, layout), layout
+        return metadata, self.checked_tensors(declared, layout), layout
 
-    def place(self, declared: dict[str, tuple[tuple[int, ...], int, int]], layout: Layout) -> dict[str, TensorInfo]:
-        """Check where the tensors lie: aligned, inside the file, behind one another, and nothing after the last."""
+    def checked_tensors(self, declared: dict[str, tuple[tuple[int, ...], int, int]], layout: Layout) -> dict[str, TensorInfo]:
+        """Check the tensors' offsets: aligned, inside the file, without overlaps, and nothing after the last tensor."""
         data, alignment = layout.data, layout.alignment
         tensors = {}
         for name, (shape, kind, offset) in declared.items():
@@ -177,7 +177,7 @@ class _Header:
             if elements == 0 or shape[-1] % block:
                 raise UserError(f"{what} has shape {list(shape)}, impossible for type {kind.name}; the file is damaged")
             if offset % alignment:
-                raise UserError(f"{what} lies at {offset}, not on a multiple of {alignment}; the file is damaged")
+                raise UserError(f"{what} is at byte {offset}, not a multiple of {alignment}; the file is damaged")
             tensors[name] = TensorInfo(name, shape, kind, data + offset, elements // block * block_bytes)
 
         end = data
@@ -192,7 +192,7 @@ class _Header:
                 )
         if self.size > align(end, alignment):
             raise UserError(
-                f"{self.path}: {self.size - end:,} bytes too many behind the last tensor; the file is damaged, fetch it again"
+                f"{self.path}: {self.size - end:,} bytes too many after the last tensor; the file is damaged, fetch it again"
             )
         return tensors
 
@@ -209,7 +209,7 @@ class _Header:
         return struct.unpack(form, self.take(struct.calcsize(form), what))[0]
 
     def count(self, what: str, most: int, least_bytes: int) -> int:
-        """A 64-bit count of things that take at least `least_bytes` each."""
+        """Read a 64-bit count of things that take at least `least_bytes` each."""
         number = self.number("<Q", what)
         if number > most or number * least_bytes > self.size - self.position:
             raise UserError(
@@ -251,7 +251,7 @@ def align(position: int, alignment: int) -> int:
 
 @cache
 def _can_dequantize(kind: GGMLQuantizationType) -> bool:
-    try:  # the package has no list of what it can do
+    try:  # the package has no list of the types that it supports
         dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
     except NotImplementedError:
         return False

@@ -1,12 +1,12 @@
-"""What a model in a GGUF file is to Hugging Face: the config.json it would have, and its tensors' Hugging Face names.
+"""Translation of a GGUF model to Hugging Face: its config.json, and its tensors' Hugging Face names.
 
     gguf = GgufFile.open(Path("model.gguf"))
     config = LlamaConfig.from_hf(hf_config(gguf), str(gguf.path))
     names = hf_names(gguf)  # {"model.norm.weight": "output_norm.weight", ...}
 
-Architectures: those that llama.cpp's converter writes for Llama, Mistral and their kin (`llama`), Qwen2 and Qwen2.5 (`qwen2`),
-Qwen3 (`qwen3`) and Phi-3 (`phi3`, its query-key-value and gate-up matrices fused as in Hugging Face). A key that changes the
-computation and has no counterpart there is refused by name; `KEYS` says what becomes of each.
+Architectures are those that llama.cpp's converter writes for Llama, Mistral and their relatives (`llama`), Qwen2 and Qwen2.5
+(`qwen2`), Qwen3 (`qwen3`) and Phi-3 (`phi3`, with query-key-value and gate-up matrices fused as in Hugging Face). A key that
+changes the computation and has no Hugging Face counterpart is refused by name; `KEYS` lists how each key is treated.
 """
 
 import re
@@ -25,7 +25,7 @@ from lpes_jax.models.llama.gguf import ALL, GgufFile
 
 SUPPORTED_ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3")
 
-# A Hugging Face tensor name and its GGUF name, {} the layer.
+# Hugging Face tensor name -> GGUF name; {} is the layer.
 TENSOR_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -51,11 +51,11 @@ _FUSED_NAMES = {
     "model.layers.{}.mlp.gate_up_proj.weight": "blk.{}.ffn_up.weight",
 }
 
-# What becomes of each key below the architecture's name (`llama.` and so on). _READ: it means what llama.cpp means by it. A
-# string: it is ignored, and why that changes nothing. A tuple: these values change nothing, any other is refused. A key that
-# is not here is refused too, unless it is 0, false or empty. Keys outside: `tokenizer.*` are tokenizer.py's, `split.*` and
-# `general.alignment` gguf.py's, `general.architecture` and `general.type` are read here; the rest of `general.*`, and what
-# tools write under names of their own, says nothing about the computation.
+# How each key below the architecture's name (`llama.` and so on) is treated. _READ: as in llama.cpp. A string: ignored, with
+# the reason why that changes nothing. A tuple: these values change nothing, any other is refused. A key that is not listed is
+# refused too, unless it is 0, false or empty. Other keys: tokenizer.py reads `tokenizer.*`; gguf.py reads `split.*` and
+# `general.alignment`; `general.architecture` and `general.type` are read here. The rest of `general.*`, and keys that tools
+# write under their own names, do not affect the computation.
 _READ = None
 _LABEL, _OF_EXPERTS, _OF_WINDOWS = "a label", (0, 0.0, False), (0, False, ())
 KEYS: dict[str, None | str | tuple[Any, ...]] = {
@@ -63,17 +63,17 @@ KEYS: dict[str, None | str | tuple[Any, ...]] = {
     "feed_forward_length": _READ, "attention.head_count": _READ, "attention.head_count_kv": _READ,
     "attention.key_length": _READ, "attention.value_length": _READ, "attention.layer_norm_rms_epsilon": _READ,
     "rope.dimension_count": _READ, "rope.freq_base": _READ,
-    "rope.scaling.type": _READ,  # without it a factor is linear
-    "rope.scaling.factor": _READ, "rope.scale_linear": _READ,  # the second is its older name
+    "rope.scaling.type": _READ,  # without a type, a factor is linear
+    "rope.scaling.factor": _READ, "rope.scale_linear": _READ,  # the second is the older name of the first
     "rope.scaling.original_context_length": _READ,
-    "rope.scaling.attn_factor": _READ,  # what cos and sin are multiplied by (longrope and rope_freqs.weight; elsewhere only 1)
-    "rope.scaling.yarn_ext_factor": _READ,  # only 1, or below 0, which is "not set"
+    "rope.scaling.attn_factor": _READ,  # the multiplier of cos and sin (longrope and rope_freqs.weight; else only 1)
+    "rope.scaling.yarn_ext_factor": _READ,  # only 1, or below 0, which means "not set"
     "rope.scaling.yarn_beta_fast": _READ, "rope.scaling.yarn_beta_slow": _READ,
-    "attention.sliding_window": _OF_WINDOWS,  # of phi3 it is read
+    "attention.sliding_window": _OF_WINDOWS,  # read for phi3
 
-    # llama.cpp reads it for other architectures only, and there works out the factor anew: 1 + 0.1 ln(factor). The converter
-    # writes `attn_factor` of a config.json here, which transformers does not read either.
-    "rope.scaling.yarn_attn_factor": "llama.cpp takes 1 + 0.1 ln(factor) whatever stands here",
+    # llama.cpp reads it for other architectures only; here it computes the factor itself: 1 + 0.1 ln(factor). The converter
+    # writes a config.json's `attn_factor` here, which transformers does not read either.
+    "rope.scaling.yarn_attn_factor": "llama.cpp uses 1 + 0.1 ln(factor) for every value",
     "rope.scaling.finetuned": "it says how the model was trained",
     "vocab_size": "token_embd.weight has a row for each token", "tensor_data_layout": _LABEL, "pooling_type": "for embeddings",
     "attention.layer_norm_epsilon": "the norms are RMS norms", "classifier.output_labels": _LABEL,
@@ -95,13 +95,13 @@ KEYS: dict[str, None | str | tuple[Any, ...]] = {
     "expert_feed_forward_length": _OF_EXPERTS, "expert_shared_feed_forward_length": _OF_EXPERTS,
     "expert_weights_scale": _OF_EXPERTS, "expert_weights_norm": _OF_EXPERTS, "expert_gating_func": _OF_EXPERTS,
 }  # fmt: skip
-_FOR_EACH_LAYER = ("feed_forward_length", "attention.head_count", "attention.head_count_kv")  # one number, or one a layer
-# Tensors that are no weights: RoPE frequencies are divided by them, one divisor a frequency.
+_FOR_EACH_LAYER = ("feed_forward_length", "attention.head_count", "attention.head_count_kv")  # one number, or one per layer
+# Tensors that are not weights: RoPE frequencies are divided by them, with one divisor per frequency.
 _ROPE_DIVISORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
 def hf_config(gguf: GgufFile) -> dict[str, Any]:
-    """The config.json of the same model in Hugging Face layout. Raises UserError for what has none, naming the key."""
+    """The config.json of the same model in Hugging Face layout. Raises UserError, naming the key, if there is none."""
     where, metadata = gguf.path, gguf.metadata
     architecture = _architecture(gguf)
     _check_keys(gguf, architecture)
@@ -120,7 +120,7 @@ def hf_config(gguf: GgufFile) -> dict[str, Any]:
             return value
         if not abs(value) < 2**127:
             raise UserError(f"{where}: {architecture}.{key} must be a finite number, got {value!r}")
-        # GGUF floats are float32: 9.999999747378752e-06 was written for 1e-05, which is what config.json says.
+        # GGUF floats are float32: 1e-05 of a config.json is stored as 9.999999747378752e-06.
         return float(str(np.float32(value)))
 
     heads, hidden = number("attention.head_count"), number("embedding_length")
@@ -151,19 +151,19 @@ def hf_config(gguf: GgufFile) -> dict[str, Any]:
         config[MARK_KEY] = metadata[GGUF_KEY]
     if architecture == "phi3":
         config["sliding_window"] = number("attention.sliding_window", default=0) or None
-    if architecture == "llama":  # two flags in config.json; in a GGUF file the biases are there or not
+    if architecture == "llama":  # two flags in config.json; a GGUF file has or lacks the biases
         config["attention_bias"] = "blk.0.attn_q.bias" in gguf.tensors
         config["mlp_bias"] = "blk.0.ffn_up.bias" in gguf.tensors
     return config
 
 
 def llama_config(gguf: GgufFile) -> LlamaConfig:
-    """The model that the metadata describe. Raises UserError for what the port does not run, naming the key."""
+    """The config that the metadata describe. Raises UserError, naming the key, for what the port does not support."""
     return LlamaConfig.from_hf(hf_config(gguf), str(gguf.path))
 
 
 def hf_names(gguf: GgufFile) -> dict[str, str]:
-    """Hugging Face name -> GGUF name of every weight in the file. What has no Hugging Face name keeps its own."""
+    """Hugging Face name -> GGUF name of every weight in the file. A weight without a Hugging Face name keeps its own."""
     names = TENSOR_NAMES | (_FUSED_NAMES if _architecture(gguf) == "phi3" else {})
     to_hf = {gguf_name: hf for hf, gguf_name in names.items()}
     found = {}
@@ -179,9 +179,9 @@ def hf_names(gguf: GgufFile) -> dict[str, str]:
 def read_hf(
     gguf: GgufFile, hf_name: str, gguf_name: str, config: LlamaConfig, rows: slice = ALL
 ) -> Float[np.ndarray, "*shape"]:
-    """A weight, or some of its rows, as Hugging Face stores it, in float32.
+    """Read a weight, or some of its rows, in Hugging Face's layout and float32.
 
-    `llama` files alone keep query and key rows in another order.
+    Only `llama` files store query and key rows in another order.
     """
     if gguf.metadata["general.architecture"] == "llama":
         if ".q_proj." in hf_name:
@@ -192,9 +192,9 @@ def read_hf(
 
 
 def unpermute(weights: Float[np.ndarray, "rows *E"], num_heads: int) -> Float[np.ndarray, "rows *E"]:
-    """Query or key rows (or their biases) in Hugging Face's half-split order from GGUF's interleaved one (Meta's).
+    """Reorder query or key rows (or their biases) from GGUF's interleaved order (Meta's) to Hugging Face's half-split order.
 
-    Undoes llama.cpp's `permute`. `num_heads` is H for queries and K for keys. With 8 rows a head, its rows come as
+    This undoes llama.cpp's `permute`. `num_heads` is H for queries and K for keys. The 8 rows of a head are reordered to
     0 2 4 6 1 3 5 7.
     """
     rows, *width = weights.shape
@@ -202,7 +202,7 @@ def unpermute(weights: Float[np.ndarray, "rows *E"], num_heads: int) -> Float[np
 
 
 def permute(weights: Float[np.ndarray, "rows *E"], num_heads: int) -> Float[np.ndarray, "rows *E"]:
-    """llama.cpp's `permute`, which `unpermute` undoes: each pair of elements that turn together stands together."""
+    """llama.cpp's `permute`, the inverse of `unpermute`: elements that rotate together become adjacent."""
     rows, *width = weights.shape
     return weights.reshape(num_heads, 2, rows // num_heads // 2, *width).swapaxes(1, 2).reshape(rows, *width)
 
@@ -222,7 +222,7 @@ def _check_keys(gguf: GgufFile, architecture: str) -> None:
         if key in KEYS:
             raise UserError(f"{gguf.path}: {name}={value!r:.60} is not supported (only {next(iter(fate or ()), None)!r})")
         raise UserError(
-            f"{gguf.path}: {name}={value!r:.60} is not known here and may change the computation; if it does not, remove it "
+            f"{gguf.path}: {name}={value!r:.60} is unknown and may change the computation; if it does not, remove it "
             f"(gguf-new-metadata --remove-metadata {name} IN OUT)"
         )
 
@@ -243,11 +243,11 @@ def _rope(gguf: GgufFile, number: Callable[..., Any], head_dim: int) -> dict[str
     """`rope_parameters` of transformers v5."""
     where, architecture = gguf.path, _architecture(gguf)
     if f"{architecture}.rope.freq_base" not in gguf.metadata:
-        warnings.warn(f"{where}: no {architecture}.rope.freq_base; taking 10000, the GGUF default", stacklevel=3)
+        warnings.warn(f"{where}: no {architecture}.rope.freq_base; using 10000, the GGUF default", stacklevel=3)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": number("rope.freq_base", float, 10000.0)}
     rotated = number("rope.dimension_count", default=head_dim)
     if rotated != head_dim:
-        # The row order of `llama` files is that of a whole head: rotating a part of it would pair other rows.
+        # The rows of `llama` files are ordered for a whole head: rotating a part of it would pair other rows.
         if architecture == "llama" or not 0 < rotated < head_dim or rotated % 2:
             raise UserError(
                 f"{where}: {architecture}.rope.dimension_count={rotated} is not supported (only the head size, {head_dim})"
@@ -274,7 +274,7 @@ def _rope(gguf: GgufFile, number: Callable[..., Any], head_dim: int) -> dict[str
         if factor not in (0.0, 1.0):
             raise UserError(f"{where}: tensor {divisors[0]} together with {factor_key} {factor} is not supported")
         if "rope_freqs.weight" in divisors:
-            # Llama 3's rule, already worked out by the converter: a longrope whose two lists are the same.
+            # Llama 3's rule, already evaluated by the converter: a longrope with two equal lists.
             short = long = _divisors(gguf, "rope_freqs.weight", rotated)
             return rope | _longrope(short, long, context, attention_factor)
         for name in _ROPE_DIVISORS[1:]:
@@ -291,7 +291,7 @@ def _rope(gguf: GgufFile, number: Callable[..., Any], head_dim: int) -> dict[str
     rope |= {"rope_type": kind or "linear", "factor": factor}
     if kind == "yarn":
         extrapolation = number("rope.scaling.yarn_ext_factor", float, 1.0)
-        if extrapolation != 1 and extrapolation >= 0:  # negative is "not set"
+        if extrapolation != 1 and extrapolation >= 0:  # negative means "not set"
             key = f"{architecture}.rope.scaling.yarn_ext_factor"
             raise UserError(f"{where}: {key}={extrapolation} is not supported (only 1.0)")
         rope["original_max_position_embeddings"] = original
@@ -311,7 +311,7 @@ def _longrope(short: list[float], long: list[float], original: int, attention_fa
 def _divisors(gguf: GgufFile, name: str, rotated: int) -> list[float]:
     shape = gguf.tensors[name].shape
     if shape != (rotated // 2,):
-        raise UserError(f"{gguf.path}: tensor {name} is {list(shape)}, wanted [{rotated // 2}], one divisor a RoPE frequency")
+        raise UserError(f"{gguf.path}: tensor {name} is {list(shape)}, wanted [{rotated // 2}], one divisor per RoPE frequency")
     divisors = gguf.read(name)
     if not np.all(np.isfinite(divisors) & (divisors > 0)):
         raise UserError(f"{gguf.path}: tensor {name} holds a divisor that is not above 0; fetch the file again")

@@ -1,10 +1,10 @@
-"""Texts on which tokenizers part ways: digits, spaces, newlines, composed and decomposed letters, emoji, code, special tokens.
+"""Texts that tell tokenizers apart: digits, spaces, newlines, composed and decomposed letters, emoji, code, special tokens.
 
     for kind, text in hard_texts(): ...
 
-Two pipelines that share a vocabulary agree on plain English whatever else is wrong. They differ here: in whether a space is put
-before the text, in how many digits are a word, in Unicode normalisation, in contractions in capitals, in what surrounds a
-special token. `doctor` and the tests compare tokenizers on the same texts, a few hundred.
+Two pipelines with the same vocabulary agree on plain English even if something else is wrong. They differ here: in whether a
+space is put before the text, in how many digits form a word, in Unicode normalisation, in contractions in capitals, and in the
+text around a special token. `doctor` and the tests compare tokenizers on these texts, a few hundred.
 """
 
 from collections.abc import Iterator
@@ -102,12 +102,12 @@ TEXTS: dict[str, tuple[str, ...]] = {
         " " * 70 + "x", "\n" * 20,
     ),
 }  # fmt: skip
-# In the middle of a text other rules hold than at its begin: these kinds are tried there as well.
+# In the middle of a text other rules apply than at its beginning, so these kinds are tested there as well.
 _INSIDE = ("spaces", "newlines", "digits", "contractions", "accents", "emoji", "special tokens")
 
 
 def hard_texts() -> Iterator[tuple[str, str]]:
-    """(kind, text): each text of `TEXTS`, and those of some kinds between two words."""
+    """Yield (kind, text): each text of `TEXTS`, then those of some kinds between two words."""
     for kind, texts in TEXTS.items():
         yield from ((kind, text) for text in texts)
     for kind in _INSIDE:

@@ -1,18 +1,18 @@
-"""What may stand in for the plain way from a prompt to logits: other RoPE tables, several of them, or another attention.
+"""What may replace the plain path from a prompt to logits: other RoPE tables, several tables, or another attention.
 
 A `Method` is data for `hidden_states`, `prefill` and `greedy`, like a table. It is one of three:
 
-    TableMethod      RoPE tables alone: one for LPES, position interpolation, NTK, YaRN; several for Attention Buckets, whose
+    TableMethod      only RoPE tables: one for LPES, position interpolation, NTK, YaRN; several for Attention Buckets, whose
                      passes are merged
     AttentionMethod  an attention that rotates and attends in place of the model's own: Ms-PoE, MoICE, Self-Extend
     ChannelMethod    a channel of the hidden states that queries and keys see scaled
 
-All three have `tables`, `replacement` (what stands in for the model's own attention or queries and keys, or None), `merge` and
-`passes`, so that nothing that runs a method asks which one it is.
+All three have `tables`, `replacement` (for the model's own attention or queries and keys, or None), `merge` and `passes`, so
+code that runs a method does not ask which one it is.
 
-An `Attention` gets queries and keys before rotation, and rotates as it likes; the queries have the table's gains already. The
-cache then holds keys before rotation; entry s of a row is its position s. What it knows of a prompt and needs again for every
-new token is its state.
+An `Attention` receives queries and keys before rotation and rotates them itself; the table's gains are already applied to the
+queries. The cache then holds keys before rotation; entry s of a row is its position s. The attention's state is what it
+computes from a prompt and needs again for every new token.
 
 Letters: n tables, B batch, T queries, S keys, H heads, K key-value heads, D head dim, L layers, G = 1 or K, V vocabulary.
 """
@@ -30,7 +30,7 @@ from lpes_jax.rope import RopeTable
 
 
 class Layer(NamedTuple):
-    """What an attention is told about the layer that it stands in. `parameters` are the layer's own, of the method."""
+    """The layer's data for an attention. `parameters` are the method's own for this layer."""
 
     number: Int[Array, ""]
     inv_freq: Float[Array, "G half"]
@@ -41,7 +41,7 @@ class Layer(NamedTuple):
 
 @runtime_checkable
 class Attention(Protocol):
-    """Rotates and attends. Hashable: it is compiled in, so all that varies goes into `parameters`."""
+    """Rotates and attends. Hashable, because it is compiled in; everything that varies belongs in `parameters`."""
 
     def prefill(
         self,
@@ -53,7 +53,7 @@ class Attention(Protocol):
     ) -> tuple[Float[Array, "B T H D"], Any]:
         """Causal attention of prompts that are padded on the right, and the state for the tokens that follow.
 
-        `lengths` are those of the prompts: what stands behind (padding, a teacher-forced answer) must not shape a statistic.
+        `lengths` are those of the prompts. What follows them (padding, a teacher-forced answer) must not affect a statistic.
         """
         ...
 
@@ -66,15 +66,15 @@ class Attention(Protocol):
         v: Float[Array, "B S K D"],
         positions: Int[Array, "B"],
     ) -> Float[Array, "B 1 H D"]:
-        """Attention of one new token a row, at `positions`, over the cache up to itself."""
+        """Attention of one new token per row, at `positions`, over the cache up to and including itself."""
         ...
 
 
 class Channel(NamedTuple):
-    """The channel of the normalised hidden states that each layer's queries and keys see multiplied by `factor` (1: none).
+    """The channel of the normalised hidden states that each layer's queries and keys see multiplied by `factor` (1: unchanged).
 
-    So for the last token of a prompt and all that follow: their queries and, for these alone, all keys. Values are left as
-    they are, and so is the attention of the tokens before. The cache holds the changed keys, rotated.
+    This applies to the last token of a prompt and all that follow: to their queries and, for these queries only, to all keys.
+    Values and the attention of earlier tokens are unchanged. The cache holds the changed keys, rotated.
     """
 
     number: Int[Array, "*layers"]
@@ -82,12 +82,12 @@ class Channel(NamedTuple):
 
     @property
     def attention(self) -> None:
-        """None: the model's own attends."""
+        """None: the model's own attention is used."""
         return None
 
     @property
     def parameters(self) -> "Channel":
-        """What each layer is told."""
+        """The parameters of each layer."""
         return self
 
 
@@ -104,9 +104,9 @@ Replacement = OtherAttention | Channel
 
 @dataclass(frozen=True)
 class TableMethod:
-    """The model with other RoPE tables, every leaf `[n, L, ...]`; `merge` makes the logits of n > 1 passes one.
+    """The model with other RoPE tables, every leaf `[n, L, ...]`. `merge` combines the logits of n > 1 passes into one.
 
-    `passes`: forward passes a token.
+    `passes`: forward passes per token.
     """
 
     tables: RopeTable
@@ -117,7 +117,7 @@ class TableMethod:
 
 @dataclass(frozen=True)
 class AttentionMethod:
-    """The model with another attention. `tables` are of the model's own RoPE, n = 1."""
+    """The model with another attention. `tables` holds the model's own RoPE, n = 1."""
 
     tables: RopeTable
     replacement: OtherAttention
@@ -127,7 +127,7 @@ class AttentionMethod:
 
 @dataclass(frozen=True)
 class ChannelMethod:
-    """The model with a channel of its hidden states scaled. `tables` are of the model's own RoPE, n = 1."""
+    """The model with a scaled channel of its hidden states. `tables` holds the model's own RoPE, n = 1."""
 
     tables: RopeTable
     replacement: Channel
@@ -156,11 +156,11 @@ def of_channel(channel: Channel, table: RopeTable) -> ChannelMethod:
 def of_attention(name: str, attention: Attention, config: LlamaConfig, length: int, parameters: Any = None) -> AttentionMethod:
     """The model with another attention and its own table, for texts of at most `length` tokens.
 
-    Raises UserError where a layer has a sliding window in use: `name` (the method) would let it see the whole text.
+    Raises UserError if a layer uses a sliding window, because the method `name` would let it see the whole text.
     """
     if (config.windows(length) < length).any():
         raise UserError(
             f"{name} attends to the whole text, but layers of this model see only the last {config.sliding_window} tokens; "
-            f"give it texts of at most {config.sliding_window} tokens, answer included, or a model without sliding windows"
+            f"use texts of at most {config.sliding_window} tokens, including the answer, or a model without sliding windows"
         )
     return AttentionMethod(of_table(config.rope_table(length)).tables, OtherAttention(parameters, attention))

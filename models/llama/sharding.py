@@ -1,7 +1,7 @@
 """How the weights of a `Llama` are split over the model axis of a mesh (`lpes_jax.mesh`).
 
-Queries, keys, values, gate and up are split by their outputs, that is by heads and channels; output and down by their inputs.
-The rest (embedding, head, norms) is whole on every device. On the population axis every device has a copy.
+Queries, keys, values, gate and up are split by their outputs, that is, by heads and channels; output and down by their inputs.
+The rest (embedding, head, norms) is replicated on every device. Along the population axis every device has a copy.
 """
 
 import math
@@ -19,7 +19,7 @@ _BY_INPUT = ("output", "down")
 
 
 def weight_spec(path: tuple[Any, ...]) -> PartitionSpec:
-    """How the leaf of `Llama` with this path is split over the model axis: `("layers", "query_bias")`, say."""
+    """How a leaf of `Llama` is split over the model axis, by its path, such as `("layers", "query_bias")`."""
     name = str(path[-1])
     if name.removesuffix("_bias") in _BY_OUTPUT:
         return PartitionSpec(None, "model") if name.endswith("_bias") else PartitionSpec(None, None, "model")
@@ -27,7 +27,7 @@ def weight_spec(path: tuple[Any, ...]) -> PartitionSpec:
 
 
 def check_model_axis(mesh: Mesh, num_kv_heads: int, intermediate_size: int) -> None:
-    """Raise UserError where a model of this shape cannot be split over the model axis."""
+    """Raise UserError if a model of this shape cannot be split over the model axis."""
     both, model_axis = math.gcd(num_kv_heads, intermediate_size), mesh.shape["model"]
     if both % model_axis:
         raise UserError(
@@ -37,7 +37,7 @@ def check_model_axis(mesh: Mesh, num_kv_heads: int, intermediate_size: int) -> N
 
 
 def put_model(model: Llama, mesh: Mesh) -> Llama:
-    """The model on a mesh; nothing is copied that is there already. UserError where it cannot be split so."""
+    """Put the model on a mesh, without copying what is already there. Raises UserError if it cannot be split."""
     check_model_axis(mesh, model.config.num_kv_heads, model.config.intermediate_size)
     graph, state = nnx.split(model)
     leaves = [

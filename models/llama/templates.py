@@ -1,14 +1,14 @@
-"""Chat templates under a limit: they are programs that come with a model's files, and one that never ends is refused.
+"""Limits for chat templates. Templates are programs that come with a model's files; one that does not terminate is refused.
 
     text = render(tokenizer, messages, add_generation_prompt=True)
 
-transformers renders a template in a sandbox, which keeps it from the machine, but not from running for ever or filling the
-memory. So a template is first run here, in the same kind of sandbox, where everything that takes time or memory is paid for
-from a budget: each pass of a loop, each call of a macro, function, filter or operator, and the characters that these read and
-write. Where the budget suffices, transformers renders it, for the same work. What a single operation would make is worked out
-before it is done: `'x' * 10**12` is refused, not tried.
+transformers renders a template in a sandbox. The sandbox protects the machine, but does not stop a template from running
+forever or filling the memory. So a template first runs here, in a sandbox of the same kind, with a budget that pays for
+everything that takes time or memory: each pass of a loop, each call of a macro, function, filter or operator, and the
+characters that these read and write. If the budget suffices, transformers renders the template, which takes as much work again.
+The size of an operation's result is computed before the operation: `'x' * 10**12` is refused without being tried.
 
-The budget is ten times and more what templates of real models were seen to need, and grows with the text of the chat.
+The budget is at least ten times what templates of real models need, and grows with the text of the chat.
 """
 
 import functools
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     import transformers
 
 MOST_TEMPLATE = 2**18  # characters of a template
-# Units whatever the text, and for each character of template and chat: templates of pictures' models go over each of them.
+# Units for any text, and per character of template and chat: templates of image models loop over each character.
 _BUDGET, _OF_TEXT = 2**22, 512
-_STEP, _MACRO = 64, 1024  # units of a step, or of the call of a macro, beside one for each character that it reads or writes
-_OUTPUT, _OUTPUT_OF_TEXT = 2**20, 16  # characters that a chat may become, likewise
+_STEP, _MACRO = 64, 1024  # units of a step and of a macro call, in addition to one per character that it reads or writes
+_OUTPUT, _OUTPUT_OF_TEXT = 2**20, 16  # characters of output, for any text and per character of the chat
 
-# What takes time and memory in proportion to what it is given. Of others the square is reckoned with.
+# Names whose time and memory are proportional to their input. Others cost the square.
 _LINEAR = frozenset(
     "abs attr bool boolean callable capitalize casefold copy count d default defined dict dictsort divisibleby e "
     "endswith eq escape even false filter find first float forceescape get groupby gt ge index in int integer "
@@ -52,7 +52,7 @@ _LINEAR = frozenset(
 
 
 class TooMuch(Exception):
-    """A template that needs more than it is given."""
+    """A template exceeds its budget."""
 
 
 def render(
@@ -62,9 +62,11 @@ def render(
     template: str | None = None,
     **how: Any,
 ) -> str:
-    """The chat as the tokenizer's template, or `template`, writes it; `how` is that of transformers' `apply_chat_template`.
+    """Render a chat with the tokenizer's template or with `template`; `how` is passed to transformers' `apply_chat_template`.
 
-    Raises TooMuch for a template that does not end within its budget, and whatever a template raises.
+    Raises:
+        TooMuch: The template exceeds its budget.
+        Exception: Whatever the template raises.
     """
     chosen: Any = tokenizer.get_chat_template() if template is None else template
     if not isinstance(chosen, str):
@@ -78,7 +80,7 @@ def render(
 
 
 def check(template: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-    """Run a template within its budget; what it writes. Raises TooMuch, or what the template raises."""
+    """Run a template within its budget and return its output. Raises TooMuch, or what the template raises."""
     if len(template) > MOST_TEMPLATE:
         raise TooMuch(f"it has {len(template):,} characters, more than {MOST_TEMPLATE:,}")
     budget = _Budget(len(template))
@@ -92,14 +94,14 @@ def check(template: str, messages: Sequence[Mapping[str, Any]], **variables: Any
             written.append(part)
             room -= len(part)
             if room < 0:
-                raise TooMuch("what it writes is far longer than the chat")
+                raise TooMuch("its output is far longer than the chat")
     except (RecursionError, MemoryError) as error:
-        raise TooMuch("it calls itself without end, or nests too deep") from error
+        raise TooMuch("it recurses without end, or nests too deeply") from error
     return "".join(written)
 
 
 class _Budget:
-    """Units that are left."""
+    """The units that are left."""
 
     def __init__(self, characters: int = 0):
         self.left = _BUDGET + _OF_TEXT * characters
@@ -111,7 +113,7 @@ class _Budget:
 
 
 def size_of(value: Any) -> int:
-    """Characters of a text, bytes of a whole number, the sum of a list or mapping; parts count each time."""
+    """The characters of a text, the bytes of a whole number, or the sum over a list or mapping; repeated parts count again."""
     return _size(value, {})
 
 
@@ -131,13 +133,13 @@ def _size(value: Any, known: dict[int, int]) -> int:
     else:
         return 1
     if id(value) not in known:
-        known[id(value)] = 0  # of one that holds itself
+        known[id(value)] = 0  # for a value that contains itself
         known[id(value)] = min(2**64, 1 + sum(_size(part, known) for part in parts))
     return known[id(value)]
 
 
 def _cost(name: str, values: Sequence[Any]) -> int:
-    """An upper bound of the time and memory, in units, of a filter, function or method; a method's text is the first value."""
+    """An upper bound of the time and memory of a filter, function or method, in units. A method's text is the first value."""
     sizes = [size_of(value) for value in values]
     whole, numbers = sum(sizes), [abs(value) for value in values if isinstance(value, int) and not isinstance(value, bool)]
     largest = max(numbers, default=0)
@@ -185,7 +187,7 @@ def _cost_of_operator(operator: str, left: Any, right: Any) -> int:
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """transformers' environment, in which everything is paid for."""
+    """transformers' environment, with the budget charged for everything."""
 
     intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
 
@@ -232,7 +234,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super()._generate(_Paid().visit(source), *args, **kwargs)
 
     def _paid(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter or test that spends what it costs; what it makes one by one is paid for as it comes."""
+        """A filter or test that is charged for its cost; a generator's values are charged one by one."""
 
         @functools.wraps(function)
         def paid(*args: Any, **kwargs: Any) -> Any:
@@ -268,7 +270,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return spend
 
     def _in_context(self, function: Callable[[Any], Any]) -> Callable[[Context, Any], Any]:
-        """As a filter that is never worked out while a template is compiled."""
+        """The function as a filter that is never evaluated while a template is compiled."""
 
         @pass_context
         def in_context(context: Context, value: Any) -> Any:
@@ -278,7 +280,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _Paid(NodeTransformer):
-    """The template's program with its costs written into it: of a body each time it runs, and of what no hook sees."""
+    """Add the costs to the template's program: those of a body each time it runs, and those that no hook sees."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         node = self._body(node)
@@ -324,13 +326,13 @@ def _spent(units: int) -> nodes.Filter:
 
 
 def _count(node: nodes.Node) -> int:
-    """The parts of a piece of the program, and the characters of text in it."""
+    """The number of nodes of a part of the program, plus the characters of text in it."""
     own = len(node.data) if isinstance(node, nodes.TemplateData) else 1
     return own + sum(map(_count, node.iter_child_nodes()))
 
 
 class _Generation(Extension):
-    """transformers' `{% generation %}`, which marks what the assistant said and changes nothing in it."""
+    """transformers' `{% generation %}`, which marks the assistant's text and does not change it."""
 
     tags = {"generation"}
 
@@ -348,7 +350,7 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """transformers' keeps names that begin with an underscore out; it does so when it renders."""
+    """transformers' version rejects names that begin with an underscore; it does so when it renders."""
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:

@@ -1,29 +1,29 @@
-"""Tokenizers, without torch: a Hugging Face tokenizer folder, or the one inside a GGUF file.
+"""Tokenizers, without torch: from a Hugging Face tokenizer folder, or from inside a GGUF file.
 
     tokenizer = load_tokenizer(Path("model.gguf"))
     ids = encode_text(tokenizer, "The capital of France is")
     ends = stop_ids(Path("model.gguf"), tokenizer)
 
-Where a folder has a tokenizer.json, its pipeline runs as it stands: normalizer, pre-tokenizer, model, decoder, and the flags of
-its added tokens. Only its truncation and padding are left out, which would cut prompts or fill them up. Neither the class that
-tokenizer_config.json names nor what is installed changes that. (The tokenizer classes of transformers 5 put pipelines of their
-own in its place.) The other files say the rest: which token is which, tokens that tokenizer.json lacks, chat templates, the
-padding side and the like.
+If a folder has a tokenizer.json, its pipeline runs unchanged: normalizer, pre-tokenizer, model, decoder, and the flags of its
+added tokens. Only its truncation and padding are removed, because they would cut or pad prompts. Neither the class in
+tokenizer_config.json nor the installed packages change the pipeline. (The tokenizer classes of transformers 5 replace it by
+pipelines of their own.) The other files supply the rest: the roles of tokens, tokens that tokenizer.json lacks, chat templates,
+the padding side and the like.
 
-BOS before a prompt: the post-processor of tokenizer.json puts it or not. But where the folder's class has a default for it in
-`_CLASSES` (LlamaTokenizer and its kin), `add_bos_token` and `add_eos_token` of tokenizer_config.json win, and without them
-that default does. This is what transformers 4 does; its other classes (PreTrainedTokenizerFast, Qwen2Tokenizer, GPT2Tokenizer)
-ignore the two keys. A folder that names no class has the one of its model type. In folders that transformers 5 wrote, the
-post-processor wins, whatever the class: 5 works the two keys into it and drops them (`backend` in the config tells such
-folders).
+BOS before a prompt: normally the post-processor of tokenizer.json decides. If the folder's class has a default in `_CLASSES`
+(LlamaTokenizer and its relatives), `add_bos_token` and `add_eos_token` of tokenizer_config.json take precedence, and without
+them that default. This is what transformers 4 does; its other classes (PreTrainedTokenizerFast, Qwen2Tokenizer, GPT2Tokenizer)
+ignore the two keys. A folder that names no class has the class of its model type. In folders written by transformers 5, the
+post-processor always decides, because version 5 builds the two keys into it and drops them (`backend` in the config identifies
+such folders).
 
-A GGUF file holds the vocabulary, and its merges or scores, but only a name for the rule that cuts text into words. The rules
-known here are in `_PRE_TOKENIZERS`; a wrong one gives other ids without any error, so every other name is refused. Where the
-model's tokenizer.json lies beside the .gguf file, it is taken instead.
+A GGUF file holds the vocabulary and its merges or scores, but only the name of the rule that splits text into words.
+`_PRE_TOKENIZERS` has the supported rules. A wrong rule gives other ids without any error, so every other name is refused. If
+the model's tokenizer.json is beside the .gguf file, it is used instead.
 
-SentencePiece vocabularies (`tokenizer.ggml.model` is `llama`) become what transformers' `LlamaTokenizer` is: text gets one
-space before it unless it begins with one, and none behind a special token. Files of Phi-3 get a space in both places, as
-that model's own tokenizer.json does. All agree on text that begins with neither a space nor a special token.
+SentencePiece vocabularies (`tokenizer.ggml.model` is `llama`) follow transformers' `LlamaTokenizer`: a text gets one space
+before it unless it begins with one, and a text after a special token gets none. Files of Phi-3 get a space in both cases, as in
+that model's own tokenizer.json. All agree on text that begins with neither a space nor a special token.
 """
 
 from importlib.util import find_spec
@@ -49,12 +49,12 @@ def _words(pattern: str) -> list[pre_tokenizers.PreTokenizer]:
 
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _CONTRACTIONS_AND_LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
-# Upper case then lower case, the one or the other at least once; letters without case (Lm, Lo, M) count as both.
+# Upper case then lower case, at least one of the two; letters without case (Lm, Lo, M) count as both.
 _CASED = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
 )
-# `tokenizer.ggml.pre` -> how text is cut before the merges.
+# `tokenizer.ggml.pre` -> how text is split before the merges.
 _PRE_TOKENIZERS = {
     "llama-bpe": _words(rf"{_CONTRACTIONS_AND_LETTERS}|\p{{N}}{{1,3}}|{_REST}"),
     "qwen2": _words(rf"{_CONTRACTIONS_AND_LETTERS}|\p{{N}}|{_REST}"),
@@ -62,16 +62,16 @@ _PRE_TOKENIZERS = {
     "tekken": _words(rf"{_CASED}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"),
 }
 _NORMALIZERS = {"qwen2": normalizers.NFC()}
-# Made of tiktoken's vocabularies: a word that is a token is that token, whatever the merges say; and BOS unless denied.
+# Converted from tiktoken: a word that is a token becomes that token, whatever the merges say; BOS is on by default.
 _TIKTOKEN = ("llama-bpe", "tekken")
 _ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe"}
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # values of tokenizer.ggml.token_type
-# What ends a text by its name, as in llama.cpp: a GGUF file has no list of them, and one eos_token_id.
+# Tokens that end a text, by name, as in llama.cpp: a GGUF file has only one eos_token_id and no list.
 _ENDS = ("</s>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>")
 _FOLDER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-# Tokenizer classes of transformers 4: what they take where tokenizer_config.json leaves it out, and whether BOS is put before a
-# text (None: their post-processor says so, and `add_bos_token` is ignored).
+# Tokenizer classes of transformers 4: their defaults for entries that tokenizer_config.json lacks, and whether they put BOS
+# before a text (None: their post-processor decides, and `add_bos_token` is ignored).
 _ENDOFTEXT = {"unk_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
 _LLAMA = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "padding_side": "left"}
 _CLASSES: dict[str, tuple[dict[str, str], bool | None]] = {
@@ -93,7 +93,7 @@ _CLASS_OF_MODEL_TYPE = {
 
 
 def load_tokenizer(path: Path) -> "transformers.PreTrainedTokenizerFast":
-    """The tokenizer of a model folder or a .gguf file. Raises UserError where there is none, or none that is understood."""
+    """The tokenizer of a model folder or a .gguf file. Raises UserError if there is none, or none that is supported."""
     if path.is_dir():
         return _from_folder(path)
     if (path.parent / "tokenizer.json").exists():
@@ -102,7 +102,7 @@ def load_tokenizer(path: Path) -> "transformers.PreTrainedTokenizerFast":
 
 
 def embedded_tokenizer(path: Path) -> "transformers.PreTrainedTokenizerFast | None":
-    """The tokenizer inside a .gguf file, whatever lies beside it; None where it is of a kind that is not known here."""
+    """The tokenizer inside a .gguf file, ignoring files beside it; None if its kind is not supported."""
     try:
         return _from_gguf(GgufFile.open(path))
     except UserError:
@@ -110,19 +110,23 @@ def embedded_tokenizer(path: Path) -> "transformers.PreTrainedTokenizerFast | No
 
 
 def encode_text(tokenizer: "transformers.PreTrainedTokenizerFast", text: str) -> list[int]:
-    """The ids of a whole prompt, with one BOS before it where the tokenizer puts one (or a chat template already wrote it)."""
+    """The ids of a whole prompt, with one BOS before it if the tokenizer adds one (or a chat template wrote one)."""
     ids = tokenizer.encode(text, add_special_tokens=True)
     bos = tokenizer.bos_token_id
-    if bos is not None and ids[:2] == [bos, bos]:  # a chat template wrote one, the tokenizer another
+    if bos is not None and ids[:2] == [bos, bos]:  # one from a chat template, one from the tokenizer
         return ids[1:]
     return ids
 
 
 def stop_ids(path: Path, tokenizer: "transformers.PreTrainedTokenizerFast") -> list[int]:
-    """Every id that ends a generated text, sorted: those of config.json, generation_config.json and the tokenizer together.
+    """All ids that end a generated text, sorted: those of config.json, generation_config.json and the tokenizer.
 
-    path: the model's folder, or its .gguf file, whose metadata count as its config (config files beside it count too).
-    Raises UserError where an `eos_token_id` is neither an id, a list of ids, nor null.
+    Args:
+        path: The model's folder, or its .gguf file. A file's metadata are read too, in addition to config files beside it.
+        tokenizer: The model's tokenizer.
+
+    Raises:
+        UserError: An `eos_token_id` is neither an id, a list of ids, nor null.
     """
     folder = path if path.is_dir() else path.parent
     ids = {tokenizer.eos_token_id} if isinstance(tokenizer.eos_token_id, int) else set[int]()
@@ -152,7 +156,7 @@ def _eos_ids(file: Path) -> set[int]:
 
 
 def own_tokenizer(folder: Path) -> Tokenizer:
-    """The pipeline of tokenizer.json as it stands, without truncation and padding."""
+    """The pipeline of tokenizer.json, without truncation and padding."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -167,7 +171,7 @@ def _from_folder(folder: Path) -> "transformers.PreTrainedTokenizerFast":
     only_sentencepiece = not any((folder / name).exists() for name in ("tokenizer.json", "vocab.json"))
     if only_sentencepiece and (folder / "tokenizer.model").exists() and find_spec("sentencepiece") is None:
         raise UserError(
-            f"{folder}: tokenizer.model alone, which only SentencePiece reads; convert it once: "
+            f"{folder}: has only tokenizer.model, which needs SentencePiece; convert it once: "
             "AutoTokenizer.from_pretrained(folder).save_pretrained(folder), with sentencepiece installed"
         )
     try:
@@ -177,7 +181,7 @@ def _from_folder(folder: Path) -> "transformers.PreTrainedTokenizerFast":
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except UserError:
         raise
-    except Exception as error:  # anything: the files' content decides which class of which library fails
+    except Exception as error:  # any type: the files' content decides which class of which library fails
         raise UserError(f"{folder}: the tokenizer cannot be read ({_one_line(error)}); fetch its files again") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise UserError(f"{folder}: {type(tokenizer).__name__} is not a fast tokenizer; put the model's tokenizer.json there")
@@ -187,7 +191,7 @@ def _from_folder(folder: Path) -> "transformers.PreTrainedTokenizerFast":
 
 
 def _from_tokenizer_json(folder: Path) -> "transformers.PreTrainedTokenizerFast":
-    """tokenizer.json with the settings of the files beside it (see the top of this file)."""
+    """The pipeline of tokenizer.json with the settings of the files beside it (see the top of this file)."""
     from transformers import PreTrainedTokenizerFast
 
     own = own_tokenizer(folder)
@@ -199,7 +203,7 @@ def _from_tokenizer_json(folder: Path) -> "transformers.PreTrainedTokenizerFast"
     defaults, adds_bos = _CLASSES.get(kind, ({}, None))
     defaults = {key: value for key, value in defaults.items() if key not in config and key not in names}
     there = {key: value for key, value in defaults.items() if key == "padding_side" or own.token_to_id(value) is not None}
-    # transformers reads the settings around an empty tokenizer: nothing in them changes the pipeline.
+    # transformers applies the settings to an empty tokenizer, so they cannot change the pipeline.
     empty = Tokenizer(models.BPE())
     how: dict[str, Any] = {"local_files_only": True, "tokenizer_object": empty, **there}
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, **how)
@@ -215,9 +219,9 @@ def _from_tokenizer_json(folder: Path) -> "transformers.PreTrainedTokenizerFast"
 
 
 def added_by_settings(own: Tokenizer, tokenizer: "transformers.PreTrainedTokenizerFast") -> list[AddedToken]:
-    """The added tokens of `tokenizer` that `own`, the pipeline of tokenizer.json, lacks or has as not special, by their ids.
+    """The added tokens of `tokenizer` that `own`, the pipeline of tokenizer.json, lacks or does not have as special, by id.
 
-    Those that it has keep its rules on the spaces around them, and on normalisation.
+    Tokens that `own` has keep its flags for surrounding spaces and for normalisation.
     """
     has = {token.content: token for token in own.get_added_tokens_decoder().values()}
     tokens = []
@@ -231,7 +235,7 @@ def added_by_settings(own: Tokenizer, tokenizer: "transformers.PreTrainedTokeniz
 
 
 def _template(own: Tokenizer, bos: str | None, eos: str | None) -> processors.TemplateProcessing:
-    """What puts `bos` before each text and `eos` behind it."""
+    """A post-processor that puts `bos` before each text and `eos` after it."""
     special = [(token, index) for token in (bos, eos) if token is not None and (index := own.token_to_id(token)) is not None]
 
     def around(text: str, part: int) -> str:
@@ -243,7 +247,7 @@ def _template(own: Tokenizer, bos: str | None, eos: str | None) -> processors.Te
 
 
 def _json_object(file: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is no such file."""
+    """A JSON object; empty if there is no such file."""
     content = read_json(file) if file.exists() else {}
     if not isinstance(content, dict):
         raise UserError(f"{file}: must be a JSON object, got {type(content).__name__}; fetch it again")
@@ -266,9 +270,7 @@ def _from_gguf(gguf: GgufFile) -> "transformers.PreTrainedTokenizerFast":
         )
     tokens, types = _list(gguf, "tokens", str), _list(gguf, "token_type", int)
     if not len(set(tokens)) == len(tokens) == len(types):
-        raise UserError(
-            f"{gguf.path}: tokenizer.ggml.tokens holds a token twice or has not one token_type each; convert it again"
-        )
+        raise UserError(f"{gguf.path}: tokenizer.ggml.tokens repeats a token or lacks one token_type each; convert it again")
     defaults = {"bos": 1, "eos": 2, "unknown": 0} if sentencepiece else {}  # llama.cpp's
     named = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
     named = {name: _token(gguf, tokens, f"tokenizer.ggml.{key}_token_id", defaults.get(key)) for name, key in named.items()}
@@ -284,7 +286,7 @@ def _from_gguf(gguf: GgufFile) -> "transformers.PreTrainedTokenizerFast":
             )
     except UserError:
         raise
-    except Exception as error:  # the library raises nothing narrower, as for merges of tokens that do not exist
+    except Exception as error:  # the library has no narrower type, for example for merges of tokens that do not exist
         raise UserError(
             f"{gguf.path}: tokenizer.ggml.merges do not fit the tokens ({_one_line(error)}); convert it again"
         ) from error
@@ -294,13 +296,13 @@ def _from_gguf(gguf: GgufFile) -> "transformers.PreTrainedTokenizerFast":
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         chat_template=template if isinstance(template, str) else None,
-        clean_up_tokenization_spaces=False,  # decoding gives back the text
+        clean_up_tokenization_spaces=False,  # so that decoding returns the text
         **{name: token for name, token in named.items() if token is not None},
     )
 
 
 def _byte_level(gguf: GgufFile, tokens: list[str], types: list[int], words: str, unknown: str | None) -> Tokenizer:
-    """Byte-level BPE with the file's merges, in the words that `_PRE_TOKENIZERS[words]` cuts."""
+    """Byte-level BPE with the file's merges, on words split by `_PRE_TOKENIZERS[words]`."""
     vocabulary = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocabulary, _merges(gguf), ignore_merges=words in _TIKTOKEN))
     if words in _NORMALIZERS:
@@ -311,11 +313,11 @@ def _byte_level(gguf: GgufFile, tokens: list[str], types: list[int], words: str,
 
 
 def _sentencepiece(gguf: GgufFile, tokens: list[str], types: list[int], words: str, unknown: str | None) -> Tokenizer:
-    """SentencePiece's BPE: characters join to the piece of the highest score; what has no piece goes byte by byte."""
+    """SentencePiece's BPE: characters are joined to the piece with the highest score; text without a piece becomes bytes."""
     for key in ("remove_extra_whitespaces", "precompiled_charsmap"):
         if gguf.metadata.get(f"tokenizer.ggml.{key}"):
             raise UserError(
-                f"{gguf.path}: tokenizer.ggml.{key} (text changed before it is cut) is not supported; "
+                f"{gguf.path}: tokenizer.ggml.{key} (it changes text before it is split) is not supported; "
                 "put the model's tokenizer.json beside it"
             )
     if spaced := [token for token, kind in zip(tokens, types, strict=True) if kind == _USER_DEFINED and " " in token]:
@@ -339,10 +341,10 @@ def _sentencepiece(gguf: GgufFile, tokens: list[str], types: list[int], words: s
 
 
 def _merges_of_scores(gguf: GgufFile, tokens: list[str], types: list[int]) -> list[tuple[str, str]]:
-    """All pairs of pieces that make a piece, the highest score first; of one piece, the longer left part first."""
+    """All pairs of pieces that form a piece, by falling score; for the same piece, the longer left part first."""
     scores = _list(gguf, "scores", float)
     if len(scores) != len(tokens):
-        raise UserError(f"{gguf.path}: tokenizer.ggml.scores has not one score for each token; convert it again")
+        raise UserError(f"{gguf.path}: tokenizer.ggml.scores lacks one score for each token; convert it again")
     scored = zip(tokens, types, scores, strict=True)
     pieces = {token: score for token, kind, score in scored if kind in (_NORMAL, _USER_DEFINED)}
     ranked = [
@@ -356,8 +358,8 @@ def _merges_of_scores(gguf: GgufFile, tokens: list[str], types: list[int]) -> li
 
 
 def _add_tokens(tokenizer: Tokenizer, gguf: GgufFile, tokens: list[str], types: list[int]) -> None:
-    """Control tokens (special) and user-defined ones, which are found in the text before it is cut."""
-    # A GGUF file does not say which tokens swallow the spaces behind them. llama.cpp knows it of Phi-3 by name.
+    """Add control tokens (special) and user-defined ones, which are found in the text before it is split."""
+    # A GGUF file does not say which tokens remove the spaces after them. llama.cpp knows this for Phi-3 by name.
     phi3 = gguf.metadata.get("general.architecture") == "phi3" and gguf.metadata.get("tokenizer.ggml.model") == "llama"
     keep_spaces = ("<unk>", "<s>", "<|endoftext|>")
 

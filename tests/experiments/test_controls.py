@@ -63,8 +63,8 @@ def test_every_number_of_a_control_has_a_gradient(tiny_model, tiny_config):
 
     before = [np.array(leaf) for leaf in jax.tree.leaves(tiny_model)]
     found = gradient({control: values_at_start(control, 2) for control in CONTROLS}, tiny_model)
-    for of_control in map(np.asarray, found.values()):
-        assert of_control.shape == (3, 2) and np.isfinite(of_control).all() and (np.abs(of_control) > 1e-6).all()
+    for gradient in map(np.asarray, found.values()):
+        assert gradient.shape == (3, 2) and np.isfinite(gradient).all() and (np.abs(gradient) > 1e-6).all()
     for was, leaf in zip(before, jax.tree.leaves(tiny_model), strict=True):  # the given model is not touched
         np.testing.assert_array_equal(was, leaf)
 
@@ -81,24 +81,24 @@ def test_a_temperature_multiplies_the_attention_logits(tiny_config, family, coun
     own, x = config.rope_table(24), jax.random.normal(jax.random.key(3), (2, 24, 48))
     half, t = config.rotary_dim // 2, [[1.7]] if count == 1 else [[1.7, 0.6]]
     # By hand: frequency i turns dims i and i + half; the first half of the frequencies is band 0.
-    of_dim = np.full(8, 1.7 if count == 1 else 1.0, np.float32)
+    by_dim = np.full(8, 1.7 if count == 1 else 1.0, np.float32)
     for dim in range(2 * half if count == 2 else 0):
-        of_dim[dim] = 1.7 if dim % half < half // 2 else 0.6
+        by_dim[dim] = 1.7 if dim % half < half // 2 else 0.6
 
     @jax.jit
-    def out(model: Llama, of_dim: jax.Array) -> jax.Array:
+    def out(model: Llama, by_dim: jax.Array) -> jax.Array:
         layer = jax.tree.map(lambda leaf: leaf[0], model.layers)
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
             q, k = rotated(q, k, jax.tree.map(lambda leaf: leaf[0], layer_rows(config, own)), jnp.arange(24))
-            return causal_attention(q * of_dim, k, v), None
+            return causal_attention(q * by_dim, k, v), None
 
         return decoder_layer(config, layer, x, attend)[0]
 
     changed, table = temperature(model, own, jnp.asarray(t, jnp.float32))
-    wanted = out(model, of_dim)
-    np.testing.assert_allclose(out(changed, np.ones_like(of_dim)), wanted, atol=2e-4)
-    assert table is own and float(jnp.abs(wanted - out(model, np.ones_like(of_dim))).max()) > 0.1
+    wanted = out(model, by_dim)
+    np.testing.assert_allclose(out(changed, np.ones_like(by_dim)), wanted, atol=2e-4)
+    assert table is own and float(jnp.abs(wanted - out(model, np.ones_like(by_dim))).max()) > 0.1
 
 
 def test_gains_scale_blocks_of_channels_and_the_adapter_has_the_size_it_says(tiny_model, tiny_config):

@@ -46,7 +46,7 @@ def test_a_finished_cell_is_not_run_again(model_folder: Path, tmp_path: Path, ca
 
 
 def test_each_cell_is_in_one_part():
-    assert [[at for at in range(7) if grid.in_part(at, f"{i}/3")] for i in range(3)] == [[0, 3, 6], [1, 4], [2, 5]]
+    assert [[number for number in range(7) if grid.in_part(number, f"{i}/3")] for i in range(3)] == [[0, 3, 6], [1, 4], [2, 5]]
     for wrong in ("3/3", "1", "a/2", "0/0", "-1/2"):
         with pytest.raises(UserError, match="--part"):
             grid.in_part(0, wrong)
@@ -80,8 +80,8 @@ def test_tables_are_written_whole(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_flags_reach_the_search():
     search = grid.GridFlags(preset="paper", limit=7, population_size=5, layers="2:").search(seed=3).flat()
     asked = {"limit": 7, "parents": 5, "layers": "2:", "seed": 3}
-    of_preset = {"test_limit": 500, "initial_factor": 1.5, "y_step": 0.1, "generations": 20}
-    assert (asked | of_preset).items() <= search.items()
+    preset = {"test_limit": 500, "initial_factor": 1.5, "y_step": 0.1, "generations": 20}
+    assert (asked | preset).items() <= search.items()
     assert grid.GridFlags(task="mdqa").search().task.distractors == "random"
 
 

@@ -48,7 +48,7 @@ def test_of_many_figures_the_ends_or_the_two_that_matter():
     def figures(mean: float) -> dict:
         return {"acc_by_position": {"0": mean}, "acc,none": mean, "acc_stderr,none": 0.01}
 
-    methods = {f"m{at}": figures(at / 10) for at in range(8)}
+    methods = {f"m{index}": figures(index / 10) for index in range(8)}
     assert results_index.figures_of({"ours": methods}) == "8 rows, from 0.0 ± 1.0 (m0) to 70.0 ± 1.0 (m7)"
     both = {"baseline": figures(0.1), "lpes": figures(0.9)}
     assert results_index.figures_of({"methods": methods | both}) == "baseline 10.0 ± 1.0; lpes 90.0 ± 1.0"

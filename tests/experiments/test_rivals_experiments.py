@@ -47,9 +47,9 @@ def test_attention_is_shared_out_as_a_softmax_says(tiny_model: Llama):
 
     mass, entropy = looked([0, 1], 24)
     np.testing.assert_allclose(mass.sum(axis=2), 1, rtol=1e-5)
-    alone = looked([1], 19)  # padding changes nothing
-    np.testing.assert_allclose(mass[:, 1], alone[0][:, 0], rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(entropy[:, 1], alone[1][:, 0], rtol=1e-4)
+    unpadded = looked([1], 19)  # padding changes nothing
+    np.testing.assert_allclose(mass[:, 1], unpadded[0][:, 0], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(entropy[:, 1], unpadded[1][:, 0], rtol=1e-4)
 
     # The first layer by hand: normalised embeddings, half-split rotation, grouped queries.
     weights = {name: np.asarray(getattr(tiny_model.layers, name)[...][0], np.float64) for name in ("query", "key")}
@@ -102,7 +102,11 @@ def test_layers_and_their_mean_are_one_method_where_all_factors_are_equal(tiny_c
     def inv_freq(found: LayerFactors) -> dict[str, np.ndarray]:
         candidates = extrapolation.candidates_of(found, 2, 2.0)[1:]
         assert all(candidate.method is not None for candidate in candidates)
-        return {it.name: np.asarray(it.method(tiny_config, 1024).tables.inv_freq)[0, :, 0] for it in candidates if it.method}
+        return {
+            candidate.name: np.asarray(candidate.method(tiny_config, 1024).tables.inv_freq)[0, :, 0]
+            for candidate in candidates
+            if candidate.method
+        }
 
     equal, rising = inv_freq(LayerFactors.uniform(1.25, 3)), inv_freq(LayerFactors(np.array([1.0, 1.25, 1.5])))
     plain = 10_000.0 ** (-np.arange(0, 8, 2) / 8)
@@ -136,10 +140,10 @@ def test_figures_and_their_differences():
 def test_paper_rows_have_a_value_for_each_column():
     for script in (table02, table03, table04, table17):
         columns = sum(column.in_paper for column in script.COLUMNS)
-        rows = [len(row.split()) for of_model in script.PAPER.values() for row in of_model.values()]
+        rows = [len(row.split()) for rows_of_model in script.PAPER.values() for row in rows_of_model.values()]
         assert set(rows) == {columns + (script is not table04)}, script.__name__  # Table 4 has no average
-    for task, of_task in table01.PAPER.items():
-        rows = [len(row.split()) for of_model in of_task.values() for row in of_model.values()]
+    for task, rows_of_task in table01.PAPER.items():
+        rows = [len(row.split()) for rows_of_model in rows_of_task.values() for row in rows_of_model.values()]
         assert set(rows) == {len(table01.POSITIONS[task]) + 1}
 
 
@@ -153,7 +157,9 @@ def _row(id: str, document: str, output: str) -> str:
 def test_a_table_lists_what_ran_and_what_has_no_data(model_folder: Path, tmp_path: Path):
     data = tmp_path / "data" / "zero_scrolls"
     data.mkdir(parents=True)
-    (data / "qasper_validation.jsonl").write_text("\n".join(_row(f"q{at}", "x" * 40 + str(at), "yes") for at in range(4)))
+    (data / "qasper_validation.jsonl").write_text(
+        "\n".join(_row(f"q{index}", "x" * 40 + str(index), "yes") for index in range(4))
+    )
     (data / "quality_validation.jsonl").write_text(_row("b", "y" * 40, "B"))
     (data / "narrative_qa_validation.jsonl").write_text('{"id": "n"}')
     factors = tmp_path / "factors.json"
@@ -182,7 +188,7 @@ def test_a_table_lists_what_ran_and_what_has_no_data(model_folder: Path, tmp_pat
     assert cell.stat().st_mtime_ns == written
     with pytest.raises(UserError, match="qasper.json was run with max_new_tokens=4, not 5"):
         table02.main(replace(s, max_new_tokens=5))
-    with pytest.raises(UserError, match="no file of this table is there"):
+    with pytest.raises(UserError, match="has no file of this table"):
         table02.main(replace(s, data_folder=s.output_path, columns=("qasper",)))
 
 
@@ -197,9 +203,11 @@ def test_latency_has_every_method_and_lpes_is_the_program_of_the_baseline(
     table05.main(s)
     record = json.loads((tmp_path / "summary.json").read_text())["ours"]["40"]
     for kind in ("prompt", "generation"):
-        programs = {name: it["program"] for name, it in record[kind].items()}
+        programs = {name: entry["program"] for name, entry in record[kind].items()}
         assert programs == {"baseline": 0, "attention_buckets": 1, "lpes": 0}
-        assert all(it["seconds"] > 0 for it in record[kind].values()) and record[kind]["baseline"]["against_baseline"] == 1
+        assert (
+            all(entry["seconds"] > 0 for entry in record[kind].values()) and record[kind]["baseline"]["against_baseline"] == 1
+        )
     assert record["passes"]["attention_buckets"] == 7 and "| paper: moice |" in (tmp_path / "tables.md").read_text()
     config = replace(table05.config_of("qwen2.5-7b"), num_layers=2, hidden_size=64, intermediate_size=96, vocab_size=100)
     model = table05.random_model(config, 0, "bfloat16")

@@ -191,7 +191,7 @@ def test_refused_cells_are_listed_where_a_spec_says_so(tmp_path: Path, monkeypat
 
 def test_search_sets_are_the_same_lines_in_other_orders(tmp_path: Path):
     data = tmp_path / "data.jsonl"
-    lines = [f'{{"number": {at}}}' for at in range(20)]
+    lines = [f'{{"number": {number}}}' for number in range(20)]
     data.write_text("\n".join(lines), encoding="utf-8")
     sets = [table_spec.in_order_of(seed, data, tmp_path / "run") for seed in (0, 1)]
     read = [path.read_text(encoding="utf-8").splitlines() for path in sets]

@@ -90,7 +90,7 @@ def examples_of(content: Content, row: int) -> list[Example]:
     pairs, length = int(content.pairs[row]), int(content.key_length[row])
     records = [tuple(hexadecimal(text[:length]) for text in record) for record in np.asarray(content.digits[row, :pairs])]
     return [
-        Example(*records[slot], tuple(record for at, record in enumerate(records) if at != slot))
+        Example(*records[slot], tuple(record for index, record in enumerate(records) if index != slot))
         for slot in np.asarray(content.slots[row]).tolist()
     ]
 
@@ -128,8 +128,8 @@ def test_several_questions_stand_behind_one_another(tokenizer, template):
         tokens = rows.tokens[row].tolist()
         assert tokens[: len(wanted) + 1] == [*wanted, tokenizer.eos_token_id]
         for question, example in enumerate(examples):
-            here = np.asarray(rows.is_value[row] & (rows.question[row] == question))
-            assert tokenizer.decode(np.asarray(rows.tokens[row])[here].tolist()) == example.value
+            value_tokens = np.asarray(rows.is_value[row] & (rows.question[row] == question))
+            assert tokenizer.decode(np.asarray(rows.tokens[row])[value_tokens].tolist()) == example.value
 
 
 def test_the_loss_is_on_repetitions_and_fixed_tokens_and_never_on_new_digits(tokenizer, template):
@@ -145,8 +145,8 @@ def test_the_loss_is_on_repetitions_and_fixed_tokens_and_never_on_new_digits(tok
         ]
         assert len(set(records)) <= 2
         keys, values = "", ""
-        for at, (key, value) in enumerate(records):
-            if (key, value) in records[:at]:
+        for index, (key, value) in enumerate(records):
+            if (key, value) in records[:index]:
                 keys, values = keys + key, values + value
         tokens, is_fixed = np.asarray(rows.tokens[row]), np.asarray(rows.is_fixed[row])
         assert tokenizer.decode(tokens[rows.is_key[row]].tolist()) == keys + example.key

@@ -56,16 +56,16 @@ def numpy_logits(model: Llama, ids: list[int], attend: Attend, channels: np.ndar
         return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + config.rms_norm_eps) * scale
 
     x = weight(model.embed)[ids]
-    for at in range(config.num_layers):
-        h = norm(x, weight(layers.attention_norm)[at])
+    for layer in range(config.num_layers):
+        h = norm(x, weight(layers.attention_norm)[layer])
         inputs = [(h, layers.query), (h, layers.key), (h, layers.value)]
         if channels is not None:
-            inputs += [(h * channels[at], layers.query), (h * channels[at], layers.key)]
-        projected = ((states @ weight(leaf)[at]).reshape(len(ids), -1, config.head_dim) for states, leaf in inputs)
-        x = x + attend(at, *projected).reshape(len(ids), -1) @ weight(layers.output)[at]
-        h = norm(x, weight(layers.mlp_norm)[at])
-        gate = h @ weight(layers.gate)[at]
-        x = x + (gate / (1 + np.exp(-gate)) * (h @ weight(layers.up)[at])) @ weight(layers.down)[at]
+            inputs += [(h * channels[layer], layers.query), (h * channels[layer], layers.key)]
+        projected = ((states @ weight(leaf)[layer]).reshape(len(ids), -1, config.head_dim) for states, leaf in inputs)
+        x = x + attend(layer, *projected).reshape(len(ids), -1) @ weight(layers.output)[layer]
+        h = norm(x, weight(layers.mlp_norm)[layer])
+        gate = h @ weight(layers.gate)[layer]
+        x = x + (gate / (1 + np.exp(-gate)) * (h @ weight(layers.up)[layer])) @ weight(layers.down)[layer]
     return norm(x, weight(model.norm)) @ weight(model.head)
 
 
@@ -127,9 +127,9 @@ def assert_decode_is_prefill(model: Llama, maker: Maker) -> None:
     )
     whole, state = jax.jit(attention.prefill)(layer, q, k, v, LENGTHS)
     decode, rows = jax.jit(attention.decode), jnp.arange(4)
-    for at in (LENGTHS, jnp.array([47, 42, 0, 10], jnp.int32)):
-        one = decode(layer, state, q[rows, at][:, None], k, v, at)
-        np.testing.assert_allclose(one[:, 0], whole[rows, at], atol=1e-5)
+    for positions in (LENGTHS, jnp.array([47, 42, 0, 10], jnp.int32)):
+        one = decode(layer, state, q[rows, positions][:, None], k, v, positions)
+        np.testing.assert_allclose(one[:, 0], whole[rows, positions], atol=1e-5)
 
 
 def generated_and_recomputed(model: Llama, maker: Maker, count: int = 6) -> tuple[list[list[int]], list[list[int]]]:
@@ -137,8 +137,8 @@ def generated_and_recomputed(model: Llama, maker: Maker, count: int = 6) -> tupl
     rows, method = [list(ids) for ids in PROMPTS], maker(model.config, LENGTH)
     for _ in range(count):
         logits = np.asarray(method_logits_of(model, padded(rows), LENGTHS, method))  # LENGTHS: of the prompts, as ever
-        for at, ids in enumerate(rows):
-            last = logits[at, len(ids) - 1]
+        for row, ids in enumerate(rows):
+            last = logits[row, len(ids) - 1]
             assert np.diff(np.sort(last)[-2:]) > 3e-4  # no tie that rounding may decide
             ids.append(int(last.argmax()))
     with_cache = generate_ids(model, PROMPTS, make_method=lambda length: maker(model.config, length), max_new_tokens=count)

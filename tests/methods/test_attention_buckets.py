@@ -110,14 +110,14 @@ def test_one_base_and_equal_bases_are_the_plain_model(model, rows, runs, bases, 
 @pytest.mark.parametrize("weights, mix", SETTINGS)
 def test_known_merges(runs, weights, mix):
     merge, run = Merge(weights, mix), jnp.asarray(runs[0], jnp.float32)
-    of_one = run if mix == "logits" else jax.nn.log_softmax(run)
-    np.testing.assert_allclose(merge(jnp.stack([run] * 4)), of_one, rtol=1e-6, atol=2e-6)
+    single = run if mix == "logits" else jax.nn.log_softmax(run)
+    np.testing.assert_allclose(merge(jnp.stack([run] * 4)), single, rtol=1e-6, atol=2e-6)
     # Raw logits that are higher by 100 say nothing else, but take over where raw logits are the confidence.
     other = jnp.asarray(runs[2], jnp.float32)
     merged, raised = merge(jnp.stack([run, other])), merge(jnp.stack([run, other + 100]))
     if weights == "max_logit":
-        of_other = other + 100 if mix == "logits" else jax.nn.log_softmax(other)
-        np.testing.assert_allclose(raised, of_other, rtol=1e-6, atol=2e-5)
+        single_other = other + 100 if mix == "logits" else jax.nn.log_softmax(other)
+        np.testing.assert_allclose(raised, single_other, rtol=1e-6, atol=2e-5)
     else:
         change = np.asarray(raised - merged)  # 100 times the other's weight, for each token of the vocabulary
         np.testing.assert_allclose(change, np.broadcast_to(change[..., :1], change.shape), rtol=0, atol=1e-4)
@@ -131,8 +131,8 @@ def test_generated_tokens_are_those_of_plain_passes_merged_by_hand(model, weight
     wanted = [list(ids) for ids in prompts]
     for _ in range(NEW):
         runs = [plain_logits(model, wanted, theta) for theta in THETAS]
-        for at, ids in enumerate(wanted):
-            merged = merged_by_hand([z[at, len(ids) - 1] for z in runs], weights, mix)
+        for row, ids in enumerate(wanted):
+            merged = merged_by_hand([z[row, len(ids) - 1] for z in runs], weights, mix)
             assert np.diff(np.sort(merged))[-1] > 1e-3  # no tie that rounding may decide
             ids.append(int(merged.argmax()))
     wanted = [ids[len(prompt) :] for ids, prompt in zip(wanted, prompts, strict=True)]
@@ -247,9 +247,9 @@ def test_the_wave_is_attention_between_ones():
 
 def test_peaks_and_troughs_are_those_that_the_released_code_names():
     """The numbers stand in its comments, for distances from 1000 to 4090 and a head of 128."""
-    at = np.arange(1000, 4091)
-    peaks = {base: at[peaks_of(wave(base, 128, at))].tolist() for base in (10_000.0, 18_000.0, 20_000.0)}
-    troughs = {base: at[troughs_of(wave(base, 128, at))].tolist() for base in (10_000.0, 18_000.0)}
+    distances = np.arange(1000, 4091)
+    peaks = {base: distances[peaks_of(wave(base, 128, distances))].tolist() for base in (10_000.0, 18_000.0, 20_000.0)}
+    troughs = {base: distances[troughs_of(wave(base, 128, distances))].tolist() for base in (10_000.0, 18_000.0)}
     assert {1835, 2118} < set(peaks[10_000.0]) and 1970 in troughs[10_000.0]
     assert {1451, 1690, 1970} < set(peaks[18_000.0]) and {1805, 2103} < set(troughs[18_000.0])
     assert {1540, 1798, 2098} < set(peaks[20_000.0])
@@ -265,10 +265,10 @@ def test_chosen_bases_fill_troughs():
 
 def test_each_base_is_the_best_of_all_candidates():
     """The rule again, pair by pair, for a model of another theta and head."""
-    theta, at = 500_000.0, np.arange(200, 2001)
+    theta, distances = 500_000.0, np.arange(200, 2001)
     candidates = [theta * step / 20 for step in range(20, 61)]
-    peaks = {base: at[peaks_of(wave(base, 64, at))].tolist() for base in candidates}
-    troughs = {base: at[troughs_of(wave(base, 64, at))].tolist() for base in candidates}
+    peaks = {base: distances[peaks_of(wave(base, 64, distances))].tolist() for base in candidates}
+    troughs = {base: distances[troughs_of(wave(base, 64, distances))].tolist() for base in candidates}
     wanted = [theta]
     for count in range(2, 6):
         pairs: dict[float, list[int]] = {}

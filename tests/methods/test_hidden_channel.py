@@ -69,7 +69,7 @@ def test_answers_are_scored_as_the_whole_pass_gives_them():
     _, scored = jax.jit(batch_scores)(model, pack_rows([(ids, ANSWER) for ids in PROMPTS]), method)
     log_p = jax.nn.log_softmax(method_logits_of(model, padded([ids + ANSWER for ids in PROMPTS]), LENGTHS, method), axis=-1)
     for ids, row, value in zip(PROMPTS, np.asarray(log_p), np.asarray(scored), strict=True):
-        assert np.isclose(sum(row[len(ids) - 1 + at, token] for at, token in enumerate(ANSWER)), value, atol=1e-4)
+        assert np.isclose(sum(row[len(ids) - 1 + offset, token] for offset, token in enumerate(ANSWER)), value, atol=1e-4)
 
 
 def test_a_factor_of_1_and_a_channel_of_zeros_are_the_plain_model():
@@ -137,7 +137,7 @@ def test_layers_and_what_is_refused():
     config = random_model(2).config
     with pytest.raises(UserError, match="channels are 0 to 31, got 32"):
         hidden_channel(32)(config, LENGTH)
-    with pytest.raises(UserError, match="layers 1 to 4 are not some of the model's 3"):
+    with pytest.raises(UserError, match="layers 1 to 4 are not within the model's 3"):
         hidden_channel(0, layers=(1, 4))(config, LENGTH)
     with pytest.raises(UserError, match="finite number, got nan"):
         hidden_channel(0, float("nan"))

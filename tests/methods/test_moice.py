@@ -51,7 +51,7 @@ def reference(router: Router, top_k: int, theta: float = 10_000.0):
             for base in bases:
                 scores = turned(q[:, head], positions, base) @ turned(k[:, head // shared], positions, base).T
                 outputs.append(causal(scores / np.sqrt(q.shape[-1])) @ v[:, head // shared])
-            out[:, head] = sum(weights[:, [at]] * output for at, output in enumerate(outputs))
+            out[:, head] = sum(weights[:, [column]] * output for column, output in enumerate(outputs))
         return out
 
     return attend
@@ -102,16 +102,16 @@ def test_training_lowers_the_loss_and_leaves_the_model_alone():
     """And microbatches change nothing."""
     model = random_model(2)
     before = jax.tree.map(np.array, model)
-    windows = np.array([PROMPTS[0][at : at + 20] for at in range(12)], np.int32)
+    windows = np.array([PROMPTS[0][start : start + 20] for start in range(12)], np.int32)
     told = []
     settings = {"bases": FOUR, "batch": 8, "learning_rate": 3e-3, "seed": 1}
     router, losses = train_router(model, windows, steps=12, on_step=lambda *step: told.append(step), **settings)
     assert told == list(enumerate(losses, start=1))
     start = Router.init(jax.random.key(1), model.config, FOUR)
 
-    def loss(router: Router, at: np.ndarray) -> float:
+    def loss(router: Router, rows: np.ndarray) -> float:
         method = moice(router)(model.config, 20)
-        return float(token_nll(model, jnp.asarray(windows[at]), method)[:, 1:].mean())
+        return float(token_nll(model, jnp.asarray(windows[rows]), method)[:, 1:].mean())
 
     everything = np.arange(12)
     assert loss(router, everything) < loss(start, everything) - 1e-3

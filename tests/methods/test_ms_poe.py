@@ -34,14 +34,14 @@ def head_ratios(mode: str, q: np.ndarray, k: np.ndarray) -> np.ndarray:
     """The ratio of each KV group, written from the description of the released code, group by group."""
     groups, shared = k.shape[1], q.shape[1] // k.shape[1]
     if mode == "fixed":
-        return np.array([1.2 + 0.6 * (groups - 1 - at) / groups for at in range(groups)])
+        return np.array([1.2 + 0.6 * (groups - 1 - group) / groups for group in range(groups)])
     fractions = []
     for group in range(groups):
-        of_heads = []
+        by_head = []
         for head in range(group * shared, (group + 1) * shared):
             weights = softmax(k[:, group] @ q[-1, head] / np.sqrt(q.shape[-1]))
-            of_heads.append(np.mean(weights > 3 * weights.mean()))
-        fractions.append(np.mean(of_heads))
+            by_head.append(np.mean(weights > 3 * weights.mean()))
+        fractions.append(np.mean(by_head))
     by_sensitivity = sorted(range(groups), key=lambda group: -fractions[group])  # stable
     if mode == "original":
         return np.array([1.2 + 0.6 * index / groups for index in by_sensitivity])
@@ -59,8 +59,10 @@ def reference(mode: str, first_layer: int):
         seen.append(tuple(ratios))
         out, shared, positions = np.empty_like(q), q.shape[1] // k.shape[1], np.arange(len(q))
         for head in range(q.shape[1]):
-            at = positions / ratios[head // shared]
-            scores = turned(q[:, head], at) @ turned(k[:, head // shared], at).T / np.sqrt(q.shape[-1])
+            positions_scaled = positions / ratios[head // shared]
+            scores = (
+                turned(q[:, head], positions_scaled) @ turned(k[:, head // shared], positions_scaled).T / np.sqrt(q.shape[-1])
+            )
             out[:, head] = causal(scores) @ v[:, head // shared]
         return out
 
@@ -115,7 +117,7 @@ def test_a_teacher_forced_answer_does_not_shape_the_ratios():
     tokens = padded([prompt + answer for answer in answers])
     log_p = np.asarray(jax.nn.log_softmax(method_logits_of(model, tokens, jnp.full(4, 40, jnp.int32), method), axis=-1))
     for row, answer, value in zip(log_p, answers, np.asarray(scored), strict=True):
-        assert np.isclose(sum(row[39 + at, token] for at, token in enumerate(answer)), value, atol=1e-4)
+        assert np.isclose(sum(row[39 + offset, token] for offset, token in enumerate(answer)), value, atol=1e-4)
     np.testing.assert_array_equal(log_p[0, :40], log_p[1, :40])
 
 

@@ -125,12 +125,12 @@ def test_lpes_beyond_the_window(tiny_config):
     for beyond in (None, "linear", "dynamic"):
         table = table_of(lpes(FOUND, beyond, None if beyond is None else 2.0), tiny_config, WINDOW)
         np.testing.assert_allclose(table.inv_freq, layers, rtol=1e-6)
-    at = partial(table_of, config=tiny_config, length=3 * WINDOW)
-    np.testing.assert_allclose(at(lpes(FOUND)).inv_freq, layers, rtol=1e-6)
-    np.testing.assert_allclose(at(lpes(FOUND, "linear", 2.0)).inv_freq, layers / 2, rtol=1e-6)
+    table_for = partial(table_of, config=tiny_config, length=3 * WINDOW)
+    np.testing.assert_allclose(table_for(lpes(FOUND)).inv_freq, layers, rtol=1e-6)
+    np.testing.assert_allclose(table_for(lpes(FOUND, "linear", 2.0)).inv_freq, layers / 2, rtol=1e-6)
     np.testing.assert_allclose(
-        at(lpes(FOUND, "dynamic", 2.0)).inv_freq,
-        np.asarray(at(dynamic_ntk(2.0)).inv_freq) / np.array([1.0, 2.5, 1.5])[:, None, None],
+        table_for(lpes(FOUND, "dynamic", 2.0)).inv_freq,
+        np.asarray(table_for(dynamic_ntk(2.0)).inv_freq) / np.array([1.0, 2.5, 1.5])[:, None, None],
         rtol=1e-6,
     )
 
@@ -153,7 +153,7 @@ def test_a_model_with_a_rope_type_of_its_own(tiny_config, rope):
         np.testing.assert_allclose(table.inv_freq, own.inv_freq / factors, rtol=1e-6)
         np.testing.assert_array_equal(table.attention_scaling, own.attention_scaling)
     for maker in (dynamic_ntk(2.0), ntk_by_base(2.0), yarn(2.0), lpes(FOUND, "dynamic", 2.0)):
-        with pytest.raises(lj.UserError, match=f"is of type '{rope.rope_type}' already"):
+        with pytest.raises(lj.UserError, match=f"already has the type '{rope.rope_type}'"):
             maker(config, 100)
 
 

@@ -281,9 +281,9 @@ def test_parts_of_fused_tensors(tmp_path):
     config = replace(CONFIG, model_type="phi3")
     tensors = write_folder(tmp_path, config)
     for layer in range(3):
-        at, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
-        fused = [tensors.pop(f"{at}{name}_proj.weight") for name in "qkv"]
-        tensors[f"{at}qkv_proj.weight"] = np.concatenate(fused)
+        attention, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
+        fused = [tensors.pop(f"{attention}{name}_proj.weight") for name in "qkv"]
+        tensors[f"{attention}qkv_proj.weight"] = np.concatenate(fused)
         tensors[f"{mlp}gate_up_proj.weight"] = np.concatenate([tensors.pop(f"{mlp}{n}_proj.weight") for n in ("gate", "up")])
     save_file(tensors, tmp_path / "model.safetensors")
     whole = load_llama(open_checkpoint(tmp_path), "float32")

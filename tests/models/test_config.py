@@ -96,7 +96,7 @@ def test_qwen2_has_its_three_biases_whatever_the_config_says():
 
 def test_theta_of_llama_1_and_2_is_taken_loudly():
     """Their files are older than the key; a Llama 3 without it would be broken silently."""
-    with pytest.warns(UserWarning, match="config.json: no rope_theta; taking 10000"):
+    with pytest.warns(UserWarning, match="config.json: no rope_theta; using 10000"):
         assert config_of("llama", rope_theta="absent").rope.rope_theta == 10_000
     for model_type in SUPPORTED_MODEL_TYPES[1:]:
         with pytest.raises(UserError, match="no rope_theta"):

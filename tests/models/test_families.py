@@ -262,7 +262,7 @@ def test_bands_are_of_the_rotated_part(tmp_path):
     bands = np.ones((4, 3))
     bands[:, 2] = 2
     assert np.abs(plain - lj.logits(model, tokens, lj.LayerFactors(bands, "layer_band"))).max() > 1e-3
-    with pytest.raises(lj.UserError, match="4 bands do not divide the model's 6 frequencies a head"):
+    with pytest.raises(lj.UserError, match="4 bands do not divide the model's 6 frequencies per head"):
         lj.logits(model, tokens, lj.LayerFactors(np.ones((4, 4)), "layer_band"))
 
 

@@ -97,7 +97,7 @@ def test_a_tied_model_with_a_head_of_its_own_says_which_it_takes(tmp_path, capsy
         assert model.head is None and said.err == "" and is_tied(checkpoint)
         return
     assert said.err.startswith(f"note: {tmp_path}: lm_head.weight differs from the embedding") and said.err.count("\n") == 1
-    assert "taking lm_head.weight" in said.err and not is_tied(checkpoint)
+    assert "using lm_head.weight" in said.err and not is_tied(checkpoint)
     np.testing.assert_array_equal(model.head[...], head.T)
     assert not model.config.tie_word_embeddings
 

@@ -89,11 +89,11 @@ def write_gguf(path: Path, architecture: str, tensors: dict[str, np.ndarray], to
     writer.add_eos_token_id(tokens.index("</s>"))
     writer.add_add_bos_token(True)
     writer.add_chat_template("{{ messages[0]['content'] }}")
-    for at, (hf, name) in enumerate(TENSOR_NAMES.items()):
+    for index, (hf, name) in enumerate(TENSOR_NAMES.items()):
         for layer in range(2) if "{}" in hf else [0]:
             if (array := tensors.get(hf.format(layer))) is None:
                 continue
-            if array.ndim == 2 and at % 2:
+            if array.ndim == 2 and index % 2:
                 kind = gguf.GGMLQuantizationType.Q8_0
                 writer.add_tensor(name.format(layer), gguf.quants.quantize(array, kind), raw_dtype=kind)
             else:
@@ -161,25 +161,27 @@ BYTES = st.one_of(
 
 def edits(size: int) -> st.SearchStrategy[Damage]:
     """One change somewhere in the first `size` bytes."""
-    at = st.integers(0, size - 1)
+    position = st.integers(0, size - 1)
 
-    def flip(at: int, bit: int) -> Damage:
-        return lambda data: data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :] if at < len(data) else data
+    def flip(position: int, bit: int) -> Damage:
+        return lambda data: (
+            data[:position] + bytes([data[position] ^ 1 << bit]) + data[position + 1 :] if position < len(data) else data
+        )
 
-    def cut(at: int, length: int) -> Damage:
-        return lambda data: data[:at] + data[at + length :]
+    def cut(position: int, length: int) -> Damage:
+        return lambda data: data[:position] + data[position + length :]
 
-    def insert(at: int, new: bytes) -> Damage:
-        return lambda data: data[:at] + new + data[at:]
+    def insert(position: int, new: bytes) -> Damage:
+        return lambda data: data[:position] + new + data[position:]
 
-    def overwrite(at: int, new: bytes) -> Damage:
-        return lambda data: data[:at] + new + data[at + len(new) :]
+    def overwrite(position: int, new: bytes) -> Damage:
+        return lambda data: data[:position] + new + data[position + len(new) :]
 
     return st.one_of(
-        st.builds(flip, at, st.integers(0, 7)),
-        st.builds(cut, at, st.one_of(st.integers(1, 16), st.just(2**40))),
-        st.builds(insert, at, BYTES),
-        st.builds(overwrite, at, BYTES),
+        st.builds(flip, position, st.integers(0, 7)),
+        st.builds(cut, position, st.one_of(st.integers(1, 16), st.just(2**40))),
+        st.builds(insert, position, BYTES),
+        st.builds(overwrite, position, BYTES),
     )
 
 

@@ -32,10 +32,10 @@ def without_cache(
         for row, ids in zip(tokens, rows, strict=True):
             row[: len(ids)] = ids
         logits = np.asarray(lj.logits(model, jnp.asarray(tokens), factors))
-        for at, ids in enumerate(rows):
-            last = np.sort(logits[at, len(ids) - 1])
+        for row, ids in enumerate(rows):
+            last = np.sort(logits[row, len(ids) - 1])
             assert last[-1] - last[-2] > 1e-3  # no tie that rounding may decide
-            ids.append(int(logits[at, len(ids) - 1].argmax()))
+            ids.append(int(logits[row, len(ids) - 1].argmax()))
     return [ids[len(prompt) :] for ids, prompt in zip(rows, prompts, strict=True)]
 
 
@@ -96,7 +96,7 @@ def test_stop_ids_cut_each_row_where_it_stops(tiny_model):
     stop = [free[0][3], free[1][6]]
 
     def cut(ids: list[int]) -> list[int]:
-        return ids[: next((at for at, token in enumerate(ids) if token in stop), len(ids))]
+        return ids[: next((index for index, token in enumerate(ids) if token in stop), len(ids))]
 
     outputs = generate_ids(tiny_model, prompts, max_new_tokens=NEW, stop=stop)
     assert outputs == [cut(ids) for ids in free]
@@ -114,7 +114,7 @@ def test_generation_ends_when_every_row_has_stopped(tiny_model, monkeypatch):
     prompts = prompts_of(8, 8)
     free = generate_ids(tiny_model, prompts, max_new_tokens=NEW)
     stop = [free[0][2], free[1][4]]
-    ends = [next(at for at, token in enumerate(ids) if token in stop) for ids in free]
+    ends = [next(index for index, token in enumerate(ids) if token in stop) for ids in free]
     config, passes = tiny_model.config, []
 
     def counted(*inputs):

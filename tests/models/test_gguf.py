@@ -171,8 +171,8 @@ def test_a_file_that_shrinks_after_opening_is_refused(tmp_path):
 def test_absurd_counts_are_refused_at_once_and_without_allocation(tmp_path, position, value):
     path = write(tmp_path / "m.gguf")
     whole = path.read_bytes()
-    at = position(whole)
-    path.write_bytes(whole[:at] + struct.pack("<Q", value) + whole[at + 8 :])
+    offset = position(whole)
+    path.write_bytes(whole[:offset] + struct.pack("<Q", value) + whole[offset + 8 :])
     began = time.perf_counter()
     tracemalloc.start()
     with pytest.raises(UserError, match="m.gguf"):
@@ -206,13 +206,13 @@ def test_damage_anywhere_in_the_header_is_refused_or_harmless(tmp_path):
         (lambda data: data[:4] + struct.pack(">I", 3) + data[8:], "big-endian"),
         (lambda data: data[:8] + struct.pack("<Q", 2**60) + data[16:], "number of tensors"),
         (lambda data: data[:16] + struct.pack("<Q", 2**60) + data[24:], "number of metadata keys"),
-        (lambda data: data.replace(b"llama.rope.freq_base", b"llama.context_length"), "'llama.context_length' stands twice"),
-        (lambda data: data.replace(b"tensor_b", b"tensor_a"), "'tensor_a' stands twice"),
+        (lambda data: data.replace(b"llama.rope.freq_base", b"llama.context_length"), "'llama.context_length' is repeated"),
+        (lambda data: data.replace(b"tensor_b", b"tensor_a"), "'tensor_a' is repeated"),
         (lambda data: place(data, b"tensor_a", kind=99), "'tensor_a' has the unknown type 99"),
         (lambda data: place(data, b"tensor_a", kind=26), "'tensor_a' has type I32"),
         (lambda data: place(data, b"tensor_a", kind=12), "impossible for type Q4_K"),
         (lambda data: place(data, b"tensor_b", offset=2**60), "'tensor_b' ends at byte"),
-        (lambda data: place(data, b"tensor_b", offset=100), "'tensor_b' lies at 100"),
+        (lambda data: place(data, b"tensor_b", offset=100), "'tensor_b' is at byte 100"),
         (lambda data: place(data, b"tensor_b", offset=0), "overlaps"),
         (lambda data: data.replace("é".encode(), b"\xff\xff"), "not valid UTF-8"),
     ],
@@ -227,8 +227,8 @@ def test_damage_is_named(tmp_path, damage, named):
 
 def place(data: bytes, name: bytes, *, kind: int = 0, offset: int = 0) -> bytes:
     """The file with another type and offset for a two-dimensional tensor."""
-    at = data.index(name) + len(name) + 4 + 16
-    return data[:at] + struct.pack("<IQ", kind, offset) + data[at + 12 :]
+    start = data.index(name) + len(name) + 4 + 16
+    return data[:start] + struct.pack("<IQ", kind, offset) + data[start + 12 :]
 
 
 def test_part_of_a_split_model_is_refused(tmp_path):

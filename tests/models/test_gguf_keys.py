@@ -127,7 +127,7 @@ def test_every_key_is_read_ignored_or_refused_by_its_name(tmp_path, key):
 @pytest.mark.parametrize("value", [1, 0.5, True, "gelu", [0, 3]])
 def test_keys_that_nobody_knows_are_refused_unless_they_say_nothing(tmp_path, value):
     with pytest.raises(
-        UserError, match=r"llama.attention.new_scale=.* is not known here.*--remove-metadata llama.attention.new_scale"
+        UserError, match=r"llama.attention.new_scale=.* is unknown.*--remove-metadata llama.attention.new_scale"
     ):
         hf_config(write(tmp_path / "m.gguf", attention__new_scale=value))
     for nothing in (0, 0.0, False, "", [0, 0]):
@@ -173,8 +173,8 @@ def test_files_that_are_no_model_are_refused(tmp_path, kind):
 def test_types_that_llama_cpp_removed_say_which_file_to_fetch(tmp_path, number, name, instead):
     write(tmp_path / "m.gguf")
     content = bytearray((tmp_path / "m.gguf").read_bytes())
-    at = content.index(b"token_embd.weight") + len(b"token_embd.weight") + 4 + 16
-    content[at : at + 4] = number.to_bytes(4, "little")
+    offset = content.index(b"token_embd.weight") + len(b"token_embd.weight") + 4 + 16
+    content[offset : offset + 4] = number.to_bytes(4, "little")
     (tmp_path / "m.gguf").write_bytes(content)
     with pytest.raises(
         UserError, match=rf"'token_embd.weight' has type {name} .*removed; fetch the model's {instead} file"

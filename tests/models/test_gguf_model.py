@@ -263,10 +263,10 @@ def test_the_rope_of_llama_3_in_a_file_is_that_of_its_config(tmp_path):
         between = 1 / ((1 - smooth) / 8 + smooth)
         divisors.append(1 if wavelength < 8192 / 4 else 8 if wavelength > 8192 else between)
     tensors = {"rope_freqs.weight": np.array(divisors, np.float32)}
-    of_file = hf_config(write(tmp_path / "m.gguf", tensors=tensors, attention__key_length=128, context_length=131072))
-    of_file = inverse_frequencies(RopeParameters.from_hf(of_file), 128)
-    of_config = inverse_frequencies(RopeParameters.from_hf({"rope_parameters": llama3}), 128)
-    np.testing.assert_allclose(of_file, of_config, rtol=3e-7)
+    from_file = hf_config(write(tmp_path / "m.gguf", tensors=tensors, attention__key_length=128, context_length=131072))
+    from_file = inverse_frequencies(RopeParameters.from_hf(from_file), 128)
+    from_config = inverse_frequencies(RopeParameters.from_hf({"rope_parameters": llama3}), 128)
+    np.testing.assert_allclose(from_file, from_config, rtol=3e-7)
     np.testing.assert_allclose(
-        of_file[jnp.array([28, 29, 34, 35])], [3.21144599e-3, 2.16657076e-3, 1.78507813e-4, 9.55621235e-5], rtol=3e-7
+        from_file[jnp.array([28, 29, 34, 35])], [3.21144599e-3, 2.16657076e-3, 1.78507813e-4, 9.55621235e-5], rtol=3e-7
     )

@@ -116,29 +116,29 @@ def test_one_kernel_is_the_masked_attention_under_vmap_and_in_gradients():
     """By XLA's attention here; on a GPU by cuDNN's, in 16 bits."""
     on_gpu = jax.default_backend() == "gpu"
     q, k, v = qkv(2, 160, 4, 2, 64, jnp.bfloat16 if on_gpu else jnp.float32)
-    at = jnp.broadcast_to(jnp.arange(160, dtype=jnp.int32), (2, 160))
+    positions = jnp.broadcast_to(jnp.arange(160, dtype=jnp.int32), (2, 160))
     ends = jnp.full((2, 160), 160, jnp.int32).at[:, 40:90].set(90).at[:, 50:60].set(60)  # branches, and one within a branch
 
     def wanted(q, k, v):
-        return blocked_masked_attention(q, k, v, at, ends, at)
+        return blocked_masked_attention(q, k, v, positions, ends, positions)
 
     def ours(q, k, v):
-        return one_kernel(q, k, v, at, ends)
+        return one_kernel(q, k, v, positions, ends)
 
     close = partial(np.testing.assert_allclose, atol=0.06 if on_gpu else 1e-4, rtol=0.06 if on_gpu else 1e-4)
     individuals = jnp.stack([q, 2 * q, -q])
     close(*(np.asarray(jax.jit(jax.vmap(run, (0, None, None)))(individuals, k, v), np.float32) for run in (ours, wanted)))
-    of_loss = [jax.jit(jax.grad(lambda *qkv, run=run: (run(*qkv) ** 2).sum(), (0, 1, 2)))(q, k, v) for run in (ours, wanted)]
-    for mine, other in zip(*of_loss, strict=True):
-        close(np.asarray(mine, np.float32), np.asarray(other, np.float32))
+    gradients = [jax.jit(jax.grad(lambda *qkv, run=run: (run(*qkv) ** 2).sum(), (0, 1, 2)))(q, k, v) for run in (ours, wanted)]
+    for found, other in zip(*gradients, strict=True):
+        close(np.asarray(found, np.float32), np.asarray(other, np.float32))
 
 
 def test_cached_attention_sees_the_window():
     q, k, v = qkv(3, 20, 6, 2, 8)
-    at = jnp.array([0, 6, 19])
+    positions = jnp.array([0, 6, 19])
     for window in (1, 4, 20, 50):
-        full = exact_attention(q, k, v, window)[np.arange(3), np.asarray(at)]
-        last = cached_attention(q[jnp.arange(3), at][:, None], k, v, at + 1, jnp.int32(window))
+        full = exact_attention(q, k, v, window)[np.arange(3), np.asarray(positions)]
+        last = cached_attention(q[jnp.arange(3), positions][:, None], k, v, positions + 1, jnp.int32(window))
         np.testing.assert_allclose(last[:, 0], full, atol=1e-5)
 
 
@@ -184,9 +184,9 @@ def test_attention_of_bfloat16_sums_in_float32():
 def test_cached_attention_is_the_last_row_of_full_attention():
     q, k, v = qkv(3, 20, 6, 2, 8)
     for lengths in ([20, 20, 20], [1, 7, 20]):
-        at = jnp.array(lengths) - 1
-        full = exact_attention(q, k, v)[np.arange(3), np.asarray(at)]
-        last = cached_attention(q[jnp.arange(3), at][:, None], k, v, at + 1)
+        positions = jnp.array(lengths) - 1
+        full = exact_attention(q, k, v)[np.arange(3), np.asarray(positions)]
+        last = cached_attention(q[jnp.arange(3), positions][:, None], k, v, positions + 1)
         np.testing.assert_allclose(last[:, 0], full, atol=1e-5)
 
 
@@ -246,8 +246,8 @@ def test_a_batch_of_unequal_lengths_equals_single_runs(tiny_model):
     tokens, factors = tokens_of(4, 32), jnp.array([1.0, 2.0, 1.5])
     together = lj.logits(tiny_model, tokens, factors)
     for row, length in enumerate([5, 10, 31, 32]):
-        alone = lj.logits(tiny_model, tokens[row : row + 1, :length], factors)
-        np.testing.assert_allclose(together[row, :length], alone[0], rtol=0, atol=1e-3)  # of logits up to 20
+        single = lj.logits(tiny_model, tokens[row : row + 1, :length], factors)
+        np.testing.assert_allclose(together[row, :length], single[0], rtol=0, atol=1e-3)  # of logits up to 20
 
 
 @pytest.mark.parametrize(
@@ -274,10 +274,10 @@ def test_each_layer_has_its_own_factor(tiny_model):
     tokens = tokens_of(1, 40)
     plain = lj.logits(tiny_model, tokens)
     changed = [lj.logits(tiny_model, tokens, jnp.ones(3).at[layer].set(2.0)) for layer in range(3)]
-    for at, logits in enumerate(changed):
+    for layer, logits in enumerate(changed):
         np.testing.assert_array_equal(plain[:, 0], logits[:, 0])  # the first token has no distances
         assert float(jnp.abs(plain - logits).max()) > 0.1
-        for other in changed[:at]:
+        for other in changed[:layer]:
             assert float(jnp.abs(other - logits).max()) > 0.1
 
 
@@ -345,12 +345,12 @@ def test_gradient_in_the_factors_equals_finite_differences(tiny_model):
             assert gradient.dtype == np.float64
             step, chosen = 1e-5, list(np.ndindex(factors.shape))[:: max(1, factors.size // 4)]
             differences = []
-            for at in chosen:
-                moved = [float(value(factors.at[at].add(k * step))) for k in (-2, -1, 1, 2)]
+            for index in chosen:
+                moved = [float(value(factors.at[index].add(k * step))) for k in (-2, -1, 1, 2)]
                 differences.append((moved[0] - 8 * moved[1] + 8 * moved[2] - moved[3]) / (12 * step))
             largest = np.abs(gradient).max()
             assert largest > 0.1
-            np.testing.assert_allclose([gradient[at] for at in chosen], differences, rtol=1e-6, atol=1e-7 * largest)
+            np.testing.assert_allclose([gradient[index] for index in chosen], differences, rtol=1e-6, atol=1e-7 * largest)
 
 
 def test_bfloat16_is_close_to_float32(tiny_model):

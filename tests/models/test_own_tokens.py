@@ -281,12 +281,12 @@ def both(request, tmp_path_factory) -> tuple[Any, Any]:
 
 
 def test_folder_and_gguf_agree_on_hard_texts(both):
-    of_folder, of_gguf = both
+    from_folder, from_gguf = both
     for text in TEXTS:
-        assert of_gguf.encode(text) == of_folder.encode(text), text
-        assert of_gguf.decode(of_gguf.encode(text)) == of_folder.decode(of_folder.encode(text)), text
+        assert from_gguf.encode(text) == from_folder.encode(text), text
+        assert from_gguf.decode(from_gguf.encode(text)) == from_folder.decode(from_folder.encode(text)), text
     for name in ("bos_token_id", "eos_token_id", "unk_token_id"):
-        assert getattr(of_gguf, name) == getattr(of_folder, name)
+        assert getattr(from_gguf, name) == getattr(from_folder, name)
 
 
 PARTS = [
@@ -299,8 +299,8 @@ RANDOM = st.one_of(st.text(max_size=40), MIXED)
 @given(text=RANDOM)
 @settings(max_examples=150, deadline=None)
 def test_folder_and_gguf_agree_on_random_texts(both, text):
-    of_folder, of_gguf = both
-    assert of_gguf.encode(text) == of_folder.encode(text)
+    from_folder, from_gguf = both
+    assert from_gguf.encode(text) == from_folder.encode(text)
 
 
 @pytest.fixture(scope="module", params=["yi", "llama 2", "llama 3 with NFC", "tekken"])

@@ -63,11 +63,11 @@ def reference_ids(text: str, tokens: list[str], merges: list[str], splits: list[
             parts = ["".join(parts)]
         while pairs := [pair for pair in zip(parts, parts[1:], strict=False) if pair in rank]:
             first, second = min(pairs, key=rank.__getitem__)
-            merged, at = [], 0
-            while at < len(parts):
-                both = parts[at : at + 2] == [first, second]
-                merged.append(first + second if both else parts[at])
-                at += 2 if both else 1
+            merged, index = [], 0
+            while index < len(parts):
+                both = parts[index : index + 2] == [first, second]
+                merged.append(first + second if both else parts[index])
+                index += 2 if both else 1
             parts = merged
         result += [ids[part] for part in parts]
     return result
@@ -192,12 +192,12 @@ def reference_pieces(text: str) -> list[int]:
     pieces = set(PIECES)
     parts = list(text.replace(" ", "▁"))
     while joined := [
-        (SPM["scores"][ids[pair]], -at)
-        for at, pair in enumerate(map("".join, zip(parts, parts[1:], strict=False)))
+        (SPM["scores"][ids[pair]], -index)
+        for index, pair in enumerate(map("".join, zip(parts, parts[1:], strict=False)))
         if pair in pieces
     ]:
-        at = -max(joined)[1]
-        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        index = -max(joined)[1]
+        parts[index : index + 2] = [parts[index] + parts[index + 1]]
     return [index for part in parts for index in ([ids[part]] if part in pieces else [3 + byte for byte in part.encode()])]
 
 
@@ -250,7 +250,7 @@ def test_phi3_puts_a_space_behind_special_tokens_which_swallow_those_of_the_text
     "changes, named",
     [
         ({"scores": None}, "tokenizer.ggml.scores"),
-        ({"scores": [0.0]}, "scores has not one score"),
+        ({"scores": [0.0]}, "scores lacks one score"),
         ({"remove_extra_whitespaces": True}, "remove_extra_whitespaces.*tokenizer.json"),
         ({"tokens": [*SPM_TOKENS[:-1], "a  b"]}, "'a  b' has a space.*tokenizer.json"),
         ({"add_space_prefix": 3}, "add_space_prefix"),

@@ -19,7 +19,7 @@ from lpes_jax.report.tables import Row, markdown
 
 pytestmark = pytest.mark.pictures
 MODEL = '<script>alert(1)</script>&"a|b" ' + "long/" * 40
-ROWS = [Row(f"{MODEL} {at}", (90.7, 56.7, 95.0), 80.8, 1.3, p=0.0441) for at in range(3)]
+ROWS = [Row(f"{MODEL} {number}", (90.7, 56.7, 95.0), 80.8, 1.3, p=0.0441) for number in range(3)]
 RECORD = {
     "config": {"model": MODEL, "positions": [0, 50, 100], "stop": [], "model_identity": {"name": MODEL, "sha256": "f" * 64}},
     "versions": {"jax": "0.10.2", "a name of so many words that it leaves no room on a phone": "123456789"},
@@ -28,8 +28,8 @@ RECORD = {
 }
 SEARCH = {"individuals": 6, "evaluations": 5, "seconds": 3.25, "fitness_of_best": 0.87}
 HISTORY = [
-    {"generation": at // 3, "cached": at == 4, "fitness": fitness}
-    for at, fitness in enumerate([0.1, 0.5, None, 0.4, 0.5, 0.87])
+    {"generation": index // 3, "cached": index == 4, "fitness": fitness}
+    for index, fitness in enumerate([0.1, 0.5, None, 0.4, 0.5, 0.87])
 ]
 DESCENT = [
     {"step": step, "fitness": -1.0 / step, "task_losses": [1.0 / step, 2.0], "text_loss": 3.1, "train_loss": None}
@@ -105,8 +105,8 @@ def test_what_it_was_given_is_there_as_text(page):
     assert f"python -m lpes_jax.evaluate --model '{MODEL}' --seed 0 --only-factors --positions 0 50 100" in seen.words
     assert f"{MODEL}: left out. <too long>" in seen.words and "<script" not in text and "<too" not in text
     for row in ROWS:  # every cell of the table, with a | inside of one
-        at = seen.cells.index(row.name)
-        assert seen.cells[at + 1 : at + 7] == ["90.7", "56.7", "95.0", "80.8 ± 1.3", "0.044", "-"]
+        index = seen.cells.index(row.name)
+        assert seen.cells[index + 1 : index + 7] == ["90.7", "56.7", "95.0", "80.8 ± 1.3", "0.044", "-"]
     for name, value in (("search (s)", "3.25"), ("individuals", "6"), ("kind", "<cpu>"), ("jax", "0.10.2")):
         assert seen.cells[seen.cells.index(name) + 1] == value
     assert "stop" not in seen.cells  # nothing to say
@@ -123,8 +123,8 @@ def test_a_page_that_cannot_be_finished_leaves_the_old_one(page, pictures):
 def _browser() -> str | None:
     names = ("chromium", "chromium-browser", "google-chrome", "chrome-headless-shell", "chromium-headless-shell")
     playwright = Path.home().glob(".cache/ms-playwright/chromium*/chrome-*/*")
-    of_playwright = (str(it) for it in playwright if it.name in ("chrome", "headless_shell", "chrome-headless-shell"))
-    return next(filter(None, map(shutil.which, names)), None) or next(of_playwright, None)
+    found = (str(path) for path in playwright if path.name in ("chrome", "headless_shell", "chrome-headless-shell"))
+    return next(filter(None, map(shutil.which, names)), None) or next(found, None)
 
 
 @pytest.mark.skipif(_browser() is None, reason="no Chromium here")

@@ -170,7 +170,7 @@ def test_another_name_is_refused_with_the_one_that_is_meant(name: str, meant: st
 
 def test_what_hf_would_hand_on_to_transformers_is_refused():
     for name in ("load_in_8bit", "attn_implementation", "quantization_config", "zzz"):
-        with pytest.raises(UserError, match=f"^{name} is not an argument that --model_args takes here; "):
+        with pytest.raises(UserError, match=f"^{name} is not an argument of --model_args; "):
             read_arguments({name: True})
 
 
@@ -264,7 +264,7 @@ def test_templates_that_fail_are_one_line(folder, capsys):
     capsys.readouterr()
     model = model_of(folder, chat_template_args={"refuse_system": 1})
     assert [model.apply_chat_template(CHATS[1]) for _ in range(2)] == ["<user>Who?</user><assistant>"] * 2
-    assert capsys.readouterr().err.count("the template refuses the system part, which is left out") == 1
+    assert capsys.readouterr().err.count("the template refuses system messages; they are dropped") == 1
 
 
 @with_harness
@@ -343,7 +343,7 @@ def test_answers_are_those_of_hf(folder, thoughts, kind):
 
 @with_harness
 def test_ends_of_thoughts_that_no_text_has_are_refused(folder):
-    with pytest.raises(UserError, match="'<end>' holds a special token.* think_end_token=[0-9]+$") as error:
+    with pytest.raises(UserError, match="'<end>' contains a special token.* think_end_token=[0-9]+$") as error:
         model_of(folder, think_end_token="<end>")
     end = int(str(error.value).rsplit("=")[-1])
     assert model_of(folder).tokenizer.decode([end]) == "<end>"

@@ -44,7 +44,7 @@ BAD = {
     "an integer of 200 digits": '{"a": [-' + "1" * 200 + "]}",
     "NaN": '{"a": NaN}',
     "infinity": "[-Infinity]",
-    "beyond all numbers": "1e999",
+    "is too large": "1e999",
     "half a pair": '{"a": ["\\ud800"]}',
     "half a pair as a key": '{"\\udfff": 1}',
     "empty": "",
@@ -142,8 +142,8 @@ def test_factors(tmp_path, tiny_config, record):
     refused_or(lambda: found.for_model(3, 2, 8))
     found.save(tmp_path / "again.json")
     for curve, points in (("bezier", 3), ("free", None)):
-        of_search = SearchSettings.of(curve=curve, control_points=points, initial_factors=path)
-        refused_or(lambda of_search=of_search: search_space(of_search, tiny_config, range(3)))
+        from_file = SearchSettings.of(curve=curve, control_points=points, initial_factors=path)
+        refused_or(lambda from_file=from_file: search_space(from_file, tiny_config, range(3)))
 
 
 CONFIG = {
@@ -287,8 +287,10 @@ def test_lines_of_a_history(tmp_path, line, data):
     for record in refused_or(opened) or ():
         assert record["fitness"] is None or np.isfinite(record["fitness"])
         assert np.isfinite(np.nan_to_num(np.array(record["factors"], float)).sum())  # null: it stands still
-        of_tasks = [it if isinstance(it, dict) else {"": it} for it in record.get("accuracy", {}).values()]  # of a mixture
-        assert np.isfinite(sum(sum(it.values()) for it in of_tasks) + sum(record.get("accuracies", [])))
+        accuracies = [
+            entry if isinstance(entry, dict) else {"": entry} for entry in record.get("accuracy", {}).values()
+        ]  # of a mixture
+        assert np.isfinite(sum(sum(accuracy.values()) for accuracy in accuracies) + sum(record.get("accuracies", [])))
 
 
 @SOON
@@ -385,8 +387,8 @@ DAMAGED_RUNS = {
         written("factors.json", json.dumps(FACTORS | {"search": []})),
         "factors.json: search must be an object",
     ),
-    "no fitness": (line_changed(fitness="gone"), "history.jsonl, line 3: no line of a history .fitness missing"),
-    "fitness is text": (line_changed(fitness="0.5"), "line 3: no line of a history .fitness is '0.5'"),
+    "no fitness": (line_changed(fitness="gone"), "history.jsonl, line 3: not a line of a history .fitness missing"),
+    "fitness is text": (line_changed(fitness="0.5"), "line 3: not a line of a history .fitness is '0.5'"),
     "fitness is null": (line_changed(fitness=None), "line 3: .*a fitness of null"),
     "accuracy is a list": (line_changed(accuracy=[1]), "line 3: .*accuracy is"),
     "accuracy of other positions": (line_changed(accuracy={"7": 1.0}), "individual 2 of .* is not the one"),

@@ -56,7 +56,7 @@ def faults(task: Any) -> list[tuple[str, ...]]:
 @pytest.mark.parametrize("value", ["", " ", "\t", "\n ", "\u00a0"])
 def test_pairs_without_a_value_are_refused(tmp_path, value, opener):
     path = write(tmp_path / "kv.jsonl", kv("a", "one", ("b", "two")), kv("b", value, ("a", "one")))
-    with pytest.raises(lj.UserError, match="kv.jsonl, line 2: the value asked for is .*, which every output holds"):
+    with pytest.raises(lj.UserError, match="kv.jsonl, line 2: the value asked for is .*, which every output contains"):
         make_task("kv", data=path, num_pairs=2, answer_opener=opener).examples("all", None, 0)
 
 
@@ -112,7 +112,7 @@ def test_documents_that_hold_the_answer_and_golds_of_which_nothing_is_left(tmp_p
     assert faults(replace(task, unicode_normalise=True)) == [*expected[:-1], (EMPTY,)]
     assert faults(replace(task, num_documents=2)) == [(), (LEAK,), (EMPTY,), (EMPTY,), (EMPTY,), (), (), ()]
     for mode in ("oracle", "closed_book"):  # nothing stands beside the fact
-        assert faults(replace(task, mode=mode)) == [(EMPTY,) if EMPTY in it else () for it in expected]
+        assert faults(replace(task, mode=mode)) == [(EMPTY,) if EMPTY in marks else () for marks in expected]
     empty = [task.prompt(example, 0) for example in task.examples("all", None, 0) if EMPTY in task.prompt(example, 0).faults]
     assert all(task.score("anything", prompt)["best_subspan_em_original"] == 1 for prompt in empty)  # that is why
     assert [prompt.answers for prompt in empty] == [(" The",), (" *", " Rome"), (" Rome",)]  # none is blank
@@ -169,7 +169,7 @@ def test_an_order_of_nothing_would_be_every_outputs(tmp_path, output):
 
 def test_a_percentage_beyond_all_numbers_is_none(tmp_path):
     path = write(tmp_path / "z.jsonl", scrolls("9" * 400 + "%"))
-    with pytest.raises(lj.UserError, match="is no percentage"):
+    with pytest.raises(lj.UserError, match="is not a percentage"):
         make_task("zero_scrolls", data=path, subset="space_digest").examples("all", None, 0)
 
 
@@ -221,15 +221,15 @@ def prompt(example: str, *faults: str, answers: tuple[str, ...] = (" x",)) -> Pr
 def test_counts_are_of_questions(asked, drop):
     prompts = [prompt(str(example), *found) for example, found in asked]
     by_question: dict[str, set[str]] = {}
-    for it in prompts:
-        by_question.setdefault(it.example, set()).update(it.faults)
+    for marked in prompts:
+        by_question.setdefault(marked.example, set()).update(marked.faults)
     good = {example for example, found in by_question.items() if not found}
     if prompts and drop and not good:
-        with pytest.raises(lj.UserError, match=f"--drop-leaky leaves out all {len(by_question)} questions"):
+        with pytest.raises(lj.UserError, match=f"--drop-leaky drops all {len(by_question)} questions"):
             count_leaky(prompts, drop)
         return
     kept, counts = count_leaky(prompts, drop)
-    assert kept == [it for it in prompts if not drop or it.example in good]
+    assert kept == [marked for marked in prompts if not drop or marked.example in good]
     assert counts.pop("questions_dropped") == (len(by_question) - len(good) if drop else 0)
     assert Counter({name: count for name, count in counts.items() if count}) == Counter(
         f"questions_{fault}" for found in by_question.values() for fault in found
@@ -294,7 +294,7 @@ def test_a_search_and_a_comparison_drop_them_too(questions, model_folder, tmp_pa
     }  # fmt: skip
     task = make_task("mdqa", data=questions, num_documents=2)
     splits = {split: task.examples(split, None, 0) for split in ("search", "test")}
-    bad = {split: sum(bool(task.prompt(it, 0).faults) for it in examples) for split, examples in splits.items()}
+    bad = {split: sum(bool(task.prompt(example, 0).faults) for example in examples) for split, examples in splits.items()}
     assert all(bad.values())
     limits = {"limit": len(splits["search"]), "test_limit": len(splits["test"])}
     result = lj.run_search(
@@ -319,7 +319,7 @@ def test_a_search_and_a_comparison_drop_them_too(questions, model_folder, tmp_pa
     record = run_comparison(
         CompareSettings.of(**few, **limits, methods=("uniform",), budget=2, repeats=1, output_path=tmp_path / "compared")
     )
-    assert {it["questions_dropped"] for it in record["methods"].values()} == {bad["test"]}
+    assert {entry["questions_dropped"] for entry in record["methods"].values()} == {bad["test"]}
 
 
 def test_blank_golds_have_no_beginning(model_folder, tmp_path):
@@ -329,7 +329,7 @@ def test_blank_golds_have_no_beginning(model_folder, tmp_path):
         metrics=("prefix",), max_prompt_tokens=64, output_path=tmp_path / "out",
     )  # fmt: skip
     with pytest.raises(
-        lj.UserError, match="1 questions have a blank gold answer, which any output begins with; .*--drop-leaky"
+        lj.UserError, match="1 questions have a blank gold answer, with which every output begins; .*--drop-leaky"
     ):
         lj.run_evaluation(settings)
     assert not (tmp_path / "out").exists()
@@ -338,5 +338,5 @@ def test_blank_golds_have_no_beginning(model_folder, tmp_path):
     blank = write(tmp_path / "blank.jsonl", *(scrolls(" " * count) for count in (1, 2)))
     with pytest.raises(lj.UserError, match="--metrics prefix: --task zero_scrolls has no short answers"):
         lj.run_evaluation(settings.replace(data=blank, limit=2, output_path=tmp_path / "none"))
-    with pytest.raises(lj.UserError, match="--drop-leaky leaves out all 2 questions"):
+    with pytest.raises(lj.UserError, match="--drop-leaky drops all 2 questions"):
         lj.run_evaluation(settings.replace(data=blank, limit=2, drop_leaky=True, output_path=tmp_path / "none"))

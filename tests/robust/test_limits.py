@@ -56,8 +56,8 @@ def numeric(of: Any) -> list[tuple[str, type]]:
 
 def test_every_number_of_every_verb_and_of_the_settings_in_python_has_bounds():
     assert VERB_SETTINGS.keys() == cli.VERBS.keys()
-    of_all = [*map(type, VERB_SETTINGS.values()), HostSettings, Lattice, *CLASSES.values()]
-    named = {name for of in of_all for name, _ in numeric(of)}
+    classes = [*map(type, VERB_SETTINGS.values()), HostSettings, Lattice, *CLASSES.values()]
+    named = {name for of in classes for name, _ in numeric(of)}
     assert named == BOUNDS.keys(), "a field without bounds, or bounds without a field"
     assert all(bound.least < bound.most < math.inf for bound in BOUNDS.values())
 
@@ -68,17 +68,17 @@ def test_numbers_out_of_their_bounds_are_named_with_their_flag(verb):
     check_bounds(defaults)
     values = defaults.flat()
     for name, kind in numeric(type(defaults)):
-        bound, of_tuple = BOUNDS[name], isinstance(values[name], tuple)
+        bound, is_tuple = BOUNDS[name], isinstance(values[name], tuple)
         wrong = [bound.least - 1, bound.most + 1, 10**30, -(10**30)] + [bound.least] * bound.above + [bound.most] * bound.below
         wrong = [kind(value) for value in wrong] + ([math.nan, math.inf, -math.inf] if kind is float else [])
         right = [bound.most] * (not bound.below) + [bound.least] * (not bound.above)
         for value in wrong:
             with pytest.raises(UserError) as refused:
-                check_bounds(defaults.replace(**{name: (value,) if of_tuple else value}))
+                check_bounds(defaults.replace(**{name: (value,) if is_tuple else value}))
             said = str(refused.value)
             assert said.startswith(f"{flag_of(name)} must be ") and f"got {value}" in said and "\n" not in said
         for value in map(kind, right):
-            check_bounds(defaults.replace(**{name: (value,) if of_tuple else value}))
+            check_bounds(defaults.replace(**{name: (value,) if is_tuple else value}))
 
 
 COMMANDS = [
@@ -245,7 +245,10 @@ def test_random_numbers_pass_each_check_or_are_refused_in_one_line(data):
                 (EvaluateSettings(), evaluate.check),
                 (CompareSettings(), compare.check),
                 (HostSettings("localhost:9", 2, 1), check_hosts),
-                (SearchSettings(), lambda it: max_changes(it.ga, Lattice(32, it.space.control_points or 4, it.space))),
+                (
+                    SearchSettings(),
+                    lambda settings: max_changes(settings.ga, Lattice(32, settings.space.control_points or 4, settings.space)),
+                ),
                 (TaskSettings(task="kv"), task_of),
                 (TaskSettings(task="needle"), task_of),
             ]

@@ -25,16 +25,16 @@ NO_MODEL = ("--model", "./no/such/model")  # opening it would be another error
 @pytest.mark.parametrize(
     "verb, flags, message",
     [
-        (evaluate, ("--positions", "50", "50"), "--positions 50 50: 50 stands there twice; give it once"),
-        (evaluate, ("--positions", "0", "25", "100", "25"), "--positions 0 25 100 25: 25 stands there twice"),
+        (evaluate, ("--positions", "50", "50"), "--positions 50 50: 50 is repeated; give it once"),
+        (evaluate, ("--positions", "0", "25", "100", "25"), "--positions 0 25 100 25: 25 is repeated"),
         (evaluate, ("--positions", "0", "101"), "--positions must be at most 100"),
-        (evaluate, ("--slots", "3", "1", "3"), "--slots 3 1 3: 3 stands there twice"),
-        (evaluate, ("--task", "needle", "--lengths", "500", "500"), "--lengths 500 500: 500 stands there twice"),
-        (evaluate, ("--metrics", "prefix", "prefix"), "--metrics prefix prefix: prefix stands there twice"),
-        (search, ("--search-positions", "50", "50", "--weights", "0.5", "0.5"), "--search-positions 50 50: 50 stands there"),
+        (evaluate, ("--slots", "3", "1", "3"), "--slots 3 1 3: 3 is repeated"),
+        (evaluate, ("--task", "needle", "--lengths", "500", "500"), "--lengths 500 500: 500 is repeated"),
+        (evaluate, ("--metrics", "prefix", "prefix"), "--metrics prefix prefix: prefix is repeated"),
+        (search, ("--search-positions", "50", "50", "--weights", "0.5", "0.5"), "--search-positions 50 50: 50 is repeated"),
         (search, ("--search-positions", "-1", "50", "--weights", "0.5", "0.5"), "--search-positions must be at least 0"),
-        (search, ("--positions", "0", "0"), "--positions 0 0: 0 stands there twice"),
-        (search, ("--metrics", "substring", "substring"), "--metrics substring substring: substring stands"),
+        (search, ("--positions", "0", "0"), "--positions 0 0: 0 is repeated"),
+        (search, ("--metrics", "substring", "substring"), "--metrics substring substring: substring is repeated"),
         (search, ("--search-positions", "0", "50", "--weights", "nan", "1"), "--weights must be .* that sum to 1, got nan 1"),
         (search, ("--search-positions", "0", "50", "--weights", "0.5", "nan"), "--weights must be numbers .* got 0.5 nan"),
         (search, ("--search-positions", "0", "50", "--weights", "inf", "-inf"), "--weights must be numbers .* got inf -inf"),
@@ -43,8 +43,8 @@ NO_MODEL = ("--model", "./no/such/model")  # opening it would be another error
         (search, ("--max-factor", "inf"), "--max-factor must be at most .* got inf"),
         (search, ("--text-weight", "nan"), "--text-weight must be a number .* got nan"),
         (search, ("--stay-close", "-1"), "--stay-close must be at least 0, got -1"),
-        (compare, ("--positions", "75", "75"), "--positions 75 75: 75 stands there twice"),
-        (compare, ("--metrics", "prefix", "prefix"), "--metrics prefix prefix: prefix stands there twice"),
+        (compare, ("--positions", "75", "75"), "--positions 75 75: 75 is repeated"),
+        (compare, ("--metrics", "prefix", "prefix"), "--metrics prefix prefix: prefix is repeated"),
     ],
 )  # fmt: skip
 def test_verbs_refuse_them_in_one_line(verb, flags, message, tmp_path, capsys):
@@ -59,9 +59,9 @@ def test_so_does_python():
         lj.EvaluateSettings.of(model=NO_MODEL[1], positions=(50, 50)),
         lj.EvaluateSettings.of(model=NO_MODEL[1], positions=(), slots=(2, 2)),
     ):
-        with pytest.raises(UserError, match="stands there twice"):
+        with pytest.raises(UserError, match="is repeated"):
             lj.run_evaluation(settings)
-    with pytest.raises(UserError, match="stands there twice"):
+    with pytest.raises(UserError, match="is repeated"):
         run_comparison(CompareSettings.of(model=NO_MODEL[1], positions=(0, 50, 0)))
     with pytest.raises(UserError, match="--weights must be numbers"):
         lj.run_search(SearchSettings.of(model=NO_MODEL[1], weights=(math.nan, math.nan, 1.0)))
@@ -72,13 +72,13 @@ def test_two_slots_at_one_position_would_be_one_figure():
     assert slots_of(task, (), (0, 150, 299)) == [(0, 0), (150, 50), (299, 100)]
     with pytest.raises(UserError, match="--slots 0 and 1 of 300 both stand at 0 %"):
         slots_of(task, (), (0, 1))
-    with pytest.raises(UserError, match="--positions 50 50: 50 stands there twice"):
+    with pytest.raises(UserError, match="--positions 50 50: 50 is repeated"):
         slots_of(task, (50, 50))
 
 
 @given(st.lists(st.integers(-5, 105), max_size=6))
 def test_positions_are_percentages_each_once(positions):
-    good = bool(positions) and all(0 <= it <= 100 for it in positions) and len(set(positions)) == len(positions)
+    good = bool(positions) and all(0 <= position <= 100 for position in positions) and len(set(positions)) == len(positions)
     if good:
         check_positions(positions)
     else:
@@ -110,7 +110,7 @@ def test_every_number_of_a_search_is_finite(name, value):
 @given(st.lists(st.text("ab", max_size=2), max_size=4))
 def test_names_stand_once(names):
     if len(set(names)) < len(names):
-        with pytest.raises(UserError, match="stands there twice"):
+        with pytest.raises(UserError, match="is repeated"):
             check_once(names, "--metrics")
     else:
         check_once(names, "--metrics")

@@ -37,7 +37,7 @@ def test_an_impossible_folder_is_one_line(verb, tmp_path, capfd):
     impossible = {
         tmp_path / "file": "is a file, not a folder",
         tmp_path / "file" / "x" / "y": "is a file, not a folder",
-        tmp_path / "dangling": "is a link to nothing",
+        tmp_path / "dangling": "is a broken link",
         tmp_path / ("b" * 300): "File name too long",
         Path("/dev/null"): "is a file, not a folder",
         "": "give a path, not an empty text",
@@ -68,12 +68,12 @@ def test_a_folder_without_permission(tmp_path):
 @pytest.mark.parametrize("earlier", VERBS)
 def test_a_run_is_replaced_only_by_its_kind_and_when_told(verb, earlier, tmp_path):
     (tmp_path / FOLDERS[earlier]).write_text("{}")
-    with pytest.raises(UserError, match="holds"):
+    with pytest.raises(UserError, match="contains"):
         output.check(tmp_path, verb)
     if FOLDERS[verb] == FOLDERS[earlier]:
         output.check(tmp_path, verb, overwrite=True)
     else:
-        with pytest.raises(UserError, match="holds .*; give another folder"):
+        with pytest.raises(UserError, match="contains .*; give another folder"):
             output.check(tmp_path, verb, overwrite=True)
     with pytest.raises(UserError, match="--resume .* --overwrite"):
         output.check(tmp_path, verb, overwrite=True, resume=True)
@@ -83,12 +83,12 @@ def test_a_run_is_replaced_only_by_its_kind_and_when_told(verb, earlier, tmp_pat
 def test_a_search_writes_over_no_model_and_nobody_over_a_comparison(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     for overwrite in (False, True):
-        with pytest.raises(UserError, match="config.json that is none of a search's"):
+        with pytest.raises(UserError, match="config.json that is not a search's"):
             output.check(tmp_path, "search", overwrite=overwrite)
     output.check(tmp_path, "evaluate")
     (tmp_path / "out" / "unfinished").mkdir(parents=True)
     for verb in VERBS:
-        with pytest.raises(UserError, match="holds a comparison that was cut off"):
+        with pytest.raises(UserError, match="contains an interrupted comparison"):
             output.check(tmp_path / "out", verb)
     output.check(tmp_path / "out", "compare", resume=True)
 

@@ -43,7 +43,7 @@ def found(config: LlamaConfig, tokenizer: Any = None, **more: Any) -> LayerFacto
     return LayerFactors(np.linspace(0.9, 1.3, config.num_layers), model=model, rope=config.rope.to_hf())
 
 
-def of_first_release(factors: LayerFactors) -> LayerFactors:
+def as_first_release(factors: LayerFactors) -> LayerFactors:
     """The same with what the first release recorded."""
     kept = ("name", "num_layers", "sha256")
     return replace(factors, model={name: factors.model[name] for name in kept})
@@ -82,7 +82,7 @@ def test_sizes_and_rope(tiny_config, changes, words):
     record = check_model(factors, other, where="f.json", other_model=True, quiet=True)
     assert record["differs"] == words.split("; ") and record["other_model"] is True
     assert check_model(factors, tiny_config)["differs"] == []
-    old = of_first_release(factors)  # it knows of its RoPE, not of its sizes
+    old = as_first_release(factors)  # it knows of its RoPE, not of its sizes
     if "rope" in changes:
         with pytest.raises(lj.UserError, match=re.escape(words)):
             check_model(old, other)
@@ -132,7 +132,7 @@ OTHERS = {
 @pytest.mark.parametrize("name", SAME)
 def test_one_rope_in_two_spellings(tiny_config, name):
     one, other = (replace(tiny_config, rope=rope) for rope in SAME[name])
-    assert check_model(found(one), other)["differs"] == check_model(of_first_release(found(one)), other)["differs"] == []
+    assert check_model(found(one), other)["differs"] == check_model(as_first_release(found(one)), other)["differs"] == []
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -165,20 +165,20 @@ def test_tokenizers(tiny_config):
         change(tokenizer.backend_tokenizer)
         return tokenizer
 
-    def digits(it: Tokenizer) -> None:
+    def digits(edited: Tokenizer) -> None:
         threes = pre_tokenizers.Split(Regex(r"\p{N}{1,3}"), "isolated")
-        it.pre_tokenizer = pre_tokenizers.Sequence([threes, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-        it.model = models.BPE(it.get_vocab() | {"14": 256, "84": 257}, [("1", "4"), ("8", "4")])
+        edited.pre_tokenizer = pre_tokenizers.Sequence([threes, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+        edited.model = models.BPE(edited.get_vocab() | {"14": 256, "84": 257}, [("1", "4"), ("8", "4")])
 
-    def composed(it: Tokenizer) -> None:
-        it.normalizer = normalizers.NFC()
+    def composed(edited: Tokenizer) -> None:
+        edited.normalizer = normalizers.NFC()
 
     own = byte_tokenizer()
     others = [byte_tokenizer(backwards=True), changed(digits), changed(composed)]
-    assert len({tokenizer_sha256(it) for it in (own, *others)}) == 4
+    assert len({tokenizer_sha256(tokenizer) for tokenizer in (own, *others)}) == 4
     assert tokenizer_sha256(own) == tokenizer_sha256(byte_tokenizer())
     for other in others:
-        hashes = "tokenizer_sha256 " + ", here ".join(tokenizer_sha256(it)[:8] for it in (own, other))
+        hashes = "tokenizer_sha256 " + ", here ".join(tokenizer_sha256(tokenizer)[:8] for tokenizer in (own, other))
         with pytest.raises(lj.UserError, match=re.escape(f"({hashes})")):
             check_model(found(tiny_config, own), tiny_config, tokenizer=other)
     special = byte_tokenizer()
@@ -202,7 +202,7 @@ def test_a_gguf_file_and_a_folder_of_one_tokenizer_have_one_hash(tmp_path):
         in_gguf.save_pretrained(tmp_path / pre)
         file = tmp_path / pre / "tokenizer.json"
         record = json.loads(file.read_text())
-        record["model"]["vocab"] = {token: at for token, at in record["model"]["vocab"].items() if "[PAD" not in token}
+        record["model"]["vocab"] = {token: index for token, index in record["model"]["vocab"].items() if "[PAD" not in token}
         file.write_text(json.dumps(record))
         assert len(load_tokenizer(tmp_path / pre)) == len(in_gguf) - 2
         assert tokenizer_sha256(load_tokenizer(tmp_path / pre)) == tokenizer_sha256(in_gguf)
@@ -224,10 +224,10 @@ def test_weights(tiny_config, capsys):
     assert check_model(factors, tiny_config)["weights"] == "unknown" and capsys.readouterr().err == ""
     check_model(LayerFactors.uniform(1.5, 3), tiny_config, where="by_hand.json")
     said = capsys.readouterr().err
-    assert said == "note: by_hand.json: names no model that it was found for, so its shape alone was checked\n"
+    assert said == "note: by_hand.json: does not name the model it was found for, so only its shape was checked\n"
     check_model(factors, replace(tiny_config, vocab_size=5), sha256="cd" * 32, where="f.json", other_model=True)
     said = capsys.readouterr().err
-    assert said == "warning: f.json: found for another model, mine (vocab_size 300, here 5), and used all the same\n"
+    assert said == "warning: f.json: found for another model, mine (vocab_size 300, here 5), and used anyway\n"
 
 
 # Files
@@ -247,7 +247,7 @@ def test_what_factors_apply_to_is_read(tmp_path, value):
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4),
-    lambda it: st.lists(it, max_size=3) | st.dictionaries(st.text(max_size=4), it, max_size=3),
+    lambda values: st.lists(values, max_size=3) | st.dictionaries(st.text(max_size=4), values, max_size=3),
     max_leaves=6,
 )
 KNOWN = st.sampled_from(
@@ -340,7 +340,7 @@ def test_evaluate_says_whose_factors_it_measured(folders, factors_file, tmp_path
             )
             assert record["factors_model"]["weights"] == "other" and record["factors_model"]["differs"] == []
         else:
-            assert "(rope_theta 10000.0, here 20000.0), and used all the same" in line
+            assert "(rope_theta 10000.0, here 20000.0), and used anyway" in line
             assert record["factors_model"] == {
                 **{name: LayerFactors.load(factors_file).model[name] for name in ("name", "sha256")},
                 **{"weights": "same", "differs": ["rope_theta 10000.0, here 20000.0"], "other_model": True},
@@ -366,7 +366,7 @@ def test_a_search_records_its_model_and_takes_anothers_start_where_that_is_asked
     arguments = ["--model", str(folders["rope"]), *flags, str(factors_file), "--output-path", str(tmp_path / "run"), *few]
     arguments += ["--search-positions", "0", "--weights", "1"]
     assert search([*arguments, "--other-model"]) == 0
-    assert "and used all the same" in capsys.readouterr().err
+    assert "and used anyway" in capsys.readouterr().err
     record = json.loads((tmp_path / "run/results.json").read_text())["config"]
     assert record["factors_model"]["differs"] == ["rope_theta 10000.0, here 20000.0"] and record["other_model"] is True
     new, own = LayerFactors.load(tmp_path / "run/factors.json"), load(str(folders["rope"]), "float32")
@@ -413,7 +413,7 @@ def test_bands_go_by_the_rotated_part_of_a_head():
     config = LlamaConfig(300, 64, 96, 3, 4, 2, 16, 1e-5, 512, half, model_type="phi3")
     three = LayerFactors(np.ones((3, 3)), "layer_band")
     assert lpes(three)(config, 8).tables.inv_freq.shape[-1] == 6
-    with pytest.raises(lj.UserError, match="8 bands do not divide the model's 6 frequencies a head"):
+    with pytest.raises(lj.UserError, match="8 bands do not divide the model's 6 frequencies per head"):
         lpes(LayerFactors(np.ones((3, 8)), "layer_band"))(config, 8)
 
 
@@ -443,12 +443,12 @@ def test_the_hook_in_torch(folders, factors_file, tmp_path):
     factors = LayerFactors.load(factors_file)
     for form in (factors_file, factors, json.loads(factors_file.read_text())):
         apply_layer_factors(own, form).close()
-        with pytest.raises(ValueError, match=r"another model \(num_kv_heads 2, here 6\); other_model=True takes them"):
+        with pytest.raises(ValueError, match=r"another model \(num_kv_heads 2, here 6\); other_model=True accepts them"):
             apply_layer_factors(heads, form)
         with pytest.raises(ValueError, match=r"\(rope_theta 10000.0, here 20000.0\)"):
             apply_layer_factors(other_rope, form)
         apply_layer_factors(other_rope, form, other_model=True).close()
-    apply_layer_factors(heads, of_first_release(factors)).close()  # which did not know its KV heads
+    apply_layer_factors(heads, as_first_release(factors)).close()  # which did not know its KV heads
     with pytest.raises(ValueError, match="applies_to 'x' is not supported"):
         apply_layer_factors(own, json.loads(factors_file.read_text()) | {"applies_to": "x"})
     # A folder exported for another model works there; its factors do not go with a third one.

@@ -9,14 +9,14 @@ import warnings
 import pytest
 from rich.console import Console
 
-from lpes_jax.process import PLAIN, _Outliving, one_line, plain
+from lpes_jax.process import PLAIN, _Surviving, one_line, plain
 from lpes_jax.report.plots import u_curve
 from lpes_jax.report.progress import SearchProgress
 from lpes_jax.report.tables import Grid, Row, position_table, printable, show
 
 POSITIONS = (0, 25, 50, 75, 100)
 ROWS = [
-    Row(name, tuple(10.1 * row + at + 0.5 for at in range(5)), 27.3 + row, 1.8, 0.0314, -12.34 - row)
+    Row(name, tuple(10.1 * row + column + 0.5 for column in range(5)), 27.3 + row, 1.8, 0.0314, -12.34 - row)
     for row, name in enumerate(("plain prompt", "base[red]line", "LPES :smile: [/x]"))
 ]
 FIGURES = sorted(f"{value:.1f}" for row in ROWS for value in row.accuracy)
@@ -71,7 +71,7 @@ def test_show_survives_a_reader_that_is_gone(monkeypatch):
 
 def test_a_command_s_stream_drops_what_nobody_reads():
     reader, writer = os.pipe()
-    stream = io.TextIOWrapper(io.BufferedWriter(_Outliving(writer)), "ascii", PLAIN, line_buffering=True)
+    stream = io.TextIOWrapper(io.BufferedWriter(_Surviving(writer)), "ascii", PLAIN, line_buffering=True)
     print("± é", file=stream)
     assert os.read(reader, 100) == b"+/- \\xe9\n"
     os.close(reader)

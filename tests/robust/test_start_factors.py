@@ -160,7 +160,9 @@ def test_a_start_is_taken_as_it_is_or_refused(tmp_path_factory, points):
 
 @given(
     st.recursive(
-        st.none() | st.booleans() | st.floats() | st.text(max_size=3), lambda it: st.lists(it, max_size=4), max_leaves=12
+        st.none() | st.booleans() | st.floats() | st.text(max_size=3),
+        lambda values: st.lists(values, max_size=4),
+        max_leaves=12,
     )
 )
 def test_no_control_points_end_in_a_traceback(tmp_path_factory, points):

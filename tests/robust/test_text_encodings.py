@@ -63,7 +63,7 @@ READERS = {  # what a file holds, and what is read of it
 }
 
 
-def place(folder: Path, name: str) -> Path:
+def file_of(folder: Path, name: str) -> Path:
     folder = folder / "test"  # where mmlu looks for it
     folder.mkdir(exist_ok=True)
     return folder / name
@@ -72,15 +72,15 @@ def place(folder: Path, name: str) -> Path:
 @pytest.mark.parametrize("name", READERS)
 def test_a_byte_order_mark_changes_nothing(tmp_path, name):
     text, read = READERS[name]
-    plain = read(write(place(tmp_path, name), text, "utf-8"))
-    assert plain == read(write(place(tmp_path, name), text, "utf-8-sig")) and plain
+    plain = read(write(file_of(tmp_path, name), text, "utf-8"))
+    assert plain == read(write(file_of(tmp_path, name), text, "utf-8-sig")) and plain
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("name", READERS)
 def test_other_encodings_are_called_by_their_names(tmp_path, name, encoding):
     text, read = READERS[name]
-    path = write(place(tmp_path, name), text, encoding)
+    path = write(file_of(tmp_path, name), text, encoding)
     with pytest.raises(UserError, match=f"{encoding[:6].upper()} text; save it as UTF-8") as refusal:
         read(path)
     assert str(path) in str(refusal.value) and "\n" not in str(refusal.value)

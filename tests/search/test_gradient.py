@@ -396,7 +396,7 @@ def test_paper_preset_of_the_gradient_is_appendix_c():
         ({"curve": "shared", "control_points": 3}, "one control point a dimension, 4"),
         ({"move_x": True}, "--move-x: --curve free has no x to move"),
         ({"initial_factor": 3.0}, "--initial-factor 3.0 must lie from --min-factor 0.5"),
-        ({"num_pairs": (3, 3)}, "--num-pairs 3 3: a length stands there twice"),
+        ({"num_pairs": (3, 3)}, "--num-pairs 3 3: a length is repeated"),
         ({"text": Path("missing.txt"), "text_weight": 1.0}, "--text missing.txt"),
     ],
 )

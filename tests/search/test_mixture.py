@@ -109,7 +109,7 @@ def test_a_file_gives_a_task_for_each_block_and_length(folder):
         (KV + '"6:4"', ", block 1 (kv): --num-pairs '6:4' is neither a number nor a range"),
         (KV + '"four"', "'four' is neither a number nor a range"),
         ('[[task]]\ntask = "kv"\nnum_pairs = "4:6"\nqueries_per_haystack = 2', "questions about one haystack have one length"),
-        (KV + "[3, 3]", "--num-pairs 3 3: a length stands there twice"),
+        (KV + "[3, 3]", "--num-pairs 3 3: a length is repeated"),
         (KV + "3\n" + KV + "[2, 3]", ", block 2 (kv): the task '3 key-value pairs, key length 1' stands there twice"),
         (KV + "0", ", block 1 (kv): --num-pairs must be at least 1"),
         (KV + "3\nlimit = 0", ", block 1 (kv): limit must be at least 1, got 0"),

@@ -176,7 +176,7 @@ def test_rows_behind_the_queries_of_a_fused_tensor_stay(tmp_path):
 
 def test_a_norm_of_all_heads_takes_no_gains_of_groups(tmp_path):
     source = write_model(tmp_path / "m.gguf", "qwen3")
-    with pytest.raises(UserError, match="gains of KV groups cannot go into the weights"):
+    with pytest.raises(UserError, match="gains of KV groups cannot be folded into the weights"):
         patch_gguf(source, tmp_path / "out.gguf", gains(np.array([[1.0, 2.0], [1.0, 1.0]]), "layer_group"))
     patch_gguf(source, tmp_path / "out.gguf", gains(np.array([[2.0, 2.0], [1.0, 1.0]]), "layer_group"))
     assert set(changed_tensors(source, tmp_path / "out.gguf")) == {"blk.0.attn_q_norm.weight"}
@@ -317,7 +317,7 @@ def test_it_is_marked_and_takes_factors_once(tmp_path):
         patch_gguf(source, target, factors)
         assert open_checkpoint(target).config.mark == Mark(factors.sha256, *places)
         for again in (gains(), LayerFactors(ONES)):
-            with pytest.raises(UserError, match=f"F.json: the model holds factors of sha256 {factors.sha256[:8]}.*already"):
+            with pytest.raises(UserError, match=f"F.json: the model already holds factors of sha256 {factors.sha256[:8]}"):
                 patch_gguf(target, tmp_path / "twice.gguf", again, "F.json")
         assert not (tmp_path / "twice.gguf").exists()
         target.unlink()

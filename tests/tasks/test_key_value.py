@@ -154,8 +154,8 @@ def test_several_queries_ask_for_the_nearest_keys_of_pairs_that_stay():
     task = KeyValue(num_pairs=20, queries_per_haystack=4)
     examples = task.examples("search", 10, seed=3)
     assert examples == task.examples("search", 12, seed=3)[:10]
-    haystacks = [examples[at].pairs for at in (0, 4, 8)]
-    assert [example.pairs for example in examples] == [haystacks[at // 4] for at in range(10)]
+    haystacks = [examples[start].pairs for start in (0, 4, 8)]
+    assert [example.pairs for example in examples] == [haystacks[number // 4] for number in range(10)]
     assert len({example.id for example in examples}) == 10 and len(set(haystacks)) == 3
     prompts = [task.prompt(example, slot, 7) for slot in (0, 10, 19) for example in examples[:4]]
     assert [prompt.slot for prompt in prompts] == [0, 1, 2, 3, 10, 9, 11, 8, 19, 18, 17, 16]
@@ -164,8 +164,10 @@ def test_several_queries_ask_for_the_nearest_keys_of_pairs_that_stay():
         key, value = haystacks[0][prompt.slot]
         assert prompt.text == f'{shared}Key: "{key}"\nCorresponding value: "' and prompt.answers == (value,)
         assert (prompt.gold, prompt.position) == (value, 7)
-    keys = {split: {key for it in task.examples(split, 10, seed=3) for key, _ in it.pairs} for split in ("search", "test")}
-    assert all({split_of(key) for key in of_split} == {split} for split, of_split in keys.items())
+    keys = {
+        split: {key for example in task.examples(split, 10, seed=3) for key, _ in example.pairs} for split in ("search", "test")
+    }
+    assert all({split_of(key) for key in found} == {split} for split, found in keys.items())
 
 
 # Files
@@ -205,7 +207,7 @@ def test_several_queries_of_a_row_are_of_its_split(tmp_path):
             prompt = task.prompt(example, 1)  # where the row's own gold pair stands
             assert keys[1] in golds and split_of(keys[prompt.slot]) == split
             assert (prompt.slot == 1) == (example.number == 0)
-    with pytest.raises(UserError, match=r"line 1: only \d of its keys are of the same split"):
+    with pytest.raises(UserError, match=r"line 1: only \d of its keys have a value and belong to the split"):
         KeyValue(num_pairs=10, data=path, queries_per_haystack=10).examples("all", None, seed=0)
 
 
@@ -217,7 +219,7 @@ def test_several_queries_of_a_row_are_of_its_split(tmp_path):
         ([1, 2], "line 2: not a lost-in-the-middle row"),
         ({"key": "a", "value": "b"}, "line 2: not a lost-in-the-middle row"),
         ({"ordered_kv_records": [["a", 1]], "key": "a", "value": 1}, "line 2: not a lost-in-the-middle row"),
-        (row("x", others=("o1", "o2", "o1")), "line 2: the key 'o1' stands there twice"),
+        (row("x", others=("o1", "o2", "o1")), "line 2: the key 'o1' is repeated"),
         ({**row("x"), "value": "another"}, "line 2: the pair asked for .'x'. is not among"),
         (row("x", others=("o1",)), "line 2: 2 pairs, but --num-pairs is 4; use at most 2"),
         (row("gold"), "line 2: the same example as line 1"),

@@ -28,8 +28,8 @@ def row(*pairs: tuple[str, str], document: str = "a {long} text", evaluation: st
     }
 
 
-def only_prompt(task: LEval, at: int = 0):
-    return task.prompt(task.examples("all", None, 0)[at], 0)
+def only_prompt(task: LEval, index: int = 0):
+    return task.prompt(task.examples("all", None, 0)[index], 0)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_documents_are_split_with_all_their_questions(rows_file):
         ("tpo", row(("a", "yes")), "line 1: the output 'yes' begins with no letter from A to D; is this a file of tpo"),
         ("tpo", row(("a", "")), "line 1: the output '' begins with no letter"),
         ("sci_fi", row(("a", "True")), "line 1: the output 'True' is not like 'True .fact: False.'"),
-        ("news_summ", row(("a", "B")), "no row is measured by 'rouge', as those of news_summ are; is it its file"),
+        ("news_summ", row(("a", "B")), "no row is measured by 'rouge', as rows of news_summ are; is it the right file"),
     ],
 )
 def test_bad_files_are_named(rows_file, subset, bad, message):
@@ -149,7 +149,7 @@ def test_bad_files_are_named(rows_file, subset, bad, message):
 
 
 def test_an_unknown_subset(rows_file):
-    with pytest.raises(UserError, match=f"--subset 'codeU' is not of L-Eval; its tasks here are: {', '.join(SUBSETS)}"):
+    with pytest.raises(UserError, match=f"--subset 'codeU' is not in L-Eval; its supported tasks are: {', '.join(SUBSETS)}"):
         LEval("codeU", rows_file(row(("a", "B"))))
 
 
@@ -159,7 +159,7 @@ def test_the_original_files(real, subset, questions):
     task = LEval(subset, path, form="llama2")
     prompts = [task.prompt(example, 0) for example in task.examples("all", None, 0)]
     assert len(prompts) == len({prompt.example for prompt in prompts}) == questions
-    at = 0
+    number = 0
     for line in path.read_text(encoding="utf-8").splitlines():
         original = json.loads(line)
         for instruction, output in zip(original["instructions"], original["outputs"], strict=True):
@@ -171,11 +171,11 @@ def test_the_original_files(real, subset, questions):
                     else f"Document is as follows. {original['input']} \nQuestion: {instruction}.  Please directly give the "
                     "answer without any additional output or explanation [/INST]\nAnswer:"
                 )
-                assert prompts[at].text.startswith("[INST]<<SYS>>\nNow you are given a very long document.")
-                assert prompts[at].text.endswith(f"\n<</SYS>>\n\n{asked}")
-                assert task.score(output, prompts[at])[task.metrics[0]] == pytest.approx(1)
-                at += 1
-    assert at == questions
+                assert prompts[number].text.startswith("[INST]<<SYS>>\nNow you are given a very long document.")
+                assert prompts[number].text.endswith(f"\n<</SYS>>\n\n{asked}")
+                assert task.score(output, prompts[number])[task.metrics[0]] == pytest.approx(1)
+                number += 1
+    assert number == questions
     fitted = fit(prompts[::20], words, 4096, max_prompt_tokens=task.max_prompt_tokens, new_tokens=task.max_new_tokens)
     assert max(num_words(prompt.text) for prompt in fitted.prompts) <= 3584
     assert fitted.num_cut == sum(num_words(prompt.text) > 3584 for prompt in prompts[::20])

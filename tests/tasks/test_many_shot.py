@@ -40,7 +40,11 @@ def test_the_label_asked_for_stands_in_the_fact_alone(intents):
     task = make_task("many_shot", data=str(intents), num_shots=20)
     for split in ("search", "test"):
         examples = task.examples(split, 8, seed=0)
-        assert {split_of(text) for it in examples for text in (it.text, it.fact, *(shown for shown, _ in it.others))} == {split}
+        assert {
+            split_of(text)
+            for example in examples
+            for text in (example.text, example.fact, *(shown for shown, _ in example.others))
+        } == {split}
         for example in examples:
             assert example.text != example.fact and example.label not in [label for _, label in example.others]
             assert len(example.others) == 19 and example.text.split(".")[0][:18] == example.fact.split(".")[0][:18]

@@ -65,12 +65,12 @@ def test_whole_prompt_byte_for_byte(three):
 
 
 def test_gold_moves_and_documents_are_numbered_as_they_stand(three):
-    for percent, at in ((0, 0), (50, 1), (100, 2)):
+    for percent, gold_slot in ((0, 0), (50, 1), (100, 2)):
         lines = three.prompt(THREE, slot(percent, 3)).text.split("\n\n")[1].replace("Two\n", "Two ").split("\n")
         assert [line.partition("]")[0] for line in lines] == ["Document [1", "Document [2", "Document [3"]
         titles = [line.partition("(Title: ")[2].partition(")")[0] for line in lines]
-        assert titles.pop(at) == "The {Book}" and titles == ["First", "Second"]
-    assert len({three.prompt(THREE, at).example for at in range(3)}) == 1
+        assert titles.pop(gold_slot) == "The {Book}" and titles == ["First", "Second"]
+    assert len({three.prompt(THREE, gold_slot).example for gold_slot in range(3)}) == 1
     with pytest.raises(UserError, match="--slots.*0 to 2"):
         three.prompt(THREE, 3)
 
@@ -94,9 +94,9 @@ def test_the_other_templates(rows_file):
 
 def test_random_order_shuffles_the_distractors_by_the_seed(rows_file):
     task = MultiDocumentQA(rows_file(row(0, 8)), num_documents=8, random_order=True)
-    orders = [[it.text for it in task.examples("all", None, seed)[0].distractors] for seed in (0, 0, 1)]
+    orders = [[document.text for document in task.examples("all", None, seed)[0].distractors] for seed in (0, 0, 1)]
     assert orders[0] == orders[1] != orders[2]
-    assert sorted(orders[0]) == sorted(orders[2]) == [f"text {at}" for at in range(7)]
+    assert sorted(orders[0]) == sorted(orders[2]) == [f"text {number}" for number in range(7)]
 
 
 @pytest.mark.parametrize(
@@ -165,17 +165,22 @@ def test_random_distractors_hold_no_answer_and_stay_when_more_are_asked_for(rows
     task = MultiDocumentQA(data, num_documents=5, distractors="random")
     examples = task.examples("all", None, seed=0)
     for example in examples:
-        texts = [normalise(f"{it.title} {it.text}") for it in example.distractors]
-        assert len({example.gold.text, *(it.text for it in example.distractors)}) == 5
+        texts = [normalise(f"{document.title} {document.text}") for document in example.distractors]
+        assert len({example.gold.text, *(document.text for document in example.distractors)}) == 5
         assert not any(
             contains(text, normalise(answer), len(answer) < 3) for text in texts for answer in example.answers if answer != "*"
         )
-        splits = {question_split(f"question {it.title.split()[1]}") for it in (example.gold, *example.distractors)}
+        splits = {question_split(f"question {document.title.split()[1]}") for document in (example.gold, *example.distractors)}
         assert splits == {question_split(example.question)}
-        assert task.prompt(example, 0).details == {"distractors": [it.title.split()[1] for it in example.distractors]}
+        assert task.prompt(example, 0).details == {
+            "distractors": [document.title.split()[1] for document in example.distractors]
+        }
     more = MultiDocumentQA(data, num_documents=9, distractors="random").examples("all", None, seed=0)
     assert [example.distractors for example in examples] == [example.distractors[:4] for example in more]
-    assert task.examples("search", 3, seed=0) == [it for it in examples if question_split(it.question) == "search"][:3]
+    assert (
+        task.examples("search", 3, seed=0)
+        == [example for example in examples if question_split(example.question) == "search"][:3]
+    )
     assert task.examples("all", None, seed=1) != examples
     with pytest.raises(UserError, match=r"--num-documents 90: only \d+ other passages of the '(search|test)' split"):
         MultiDocumentQA(data, num_documents=90, distractors="random").examples("all", None, seed=0)
@@ -185,8 +190,12 @@ def test_questions_of_a_haystack_share_all_but_their_ends(rows_file):
     task = MultiDocumentQA(rows_file(*map(row, range(120))), num_documents=5, distractors="random", queries_per_haystack=3)
     examples, met = task.examples("search", 12, 0), set()
     assert examples == task.examples("search", 12, 0) != task.examples("search", 12, 1)
-    for at in range(0, 12, 3):
-        prompts = [task.prompt(it, slot(percent, 5), percent) for it in examples[at : at + 3] for percent in (0, 50, 100)]
+    for start in range(0, 12, 3):
+        prompts = [
+            task.prompt(example, slot(percent, 5), percent)
+            for example in examples[start : start + 3]
+            for percent in (0, 50, 100)
+        ]
         assert [prompt.slot for prompt in prompts] == [0, 2, 4, 1, 1, 3, 2, 3, 2]  # the nearest, then its neighbours
         assert len({prompt.example for prompt in prompts}) == 3
         [documents] = {prompt.text.partition("\n\nQuestion: ")[0] for prompt in prompts}
@@ -197,24 +206,26 @@ def test_questions_of_a_haystack_share_all_but_their_ends(rows_file):
             assert prompt.text.endswith(f"\n\nQuestion: question {golds[prompt.slot]}\nAnswer:")
             assert prompt.gold == f"answer{golds[prompt.slot]}x" and documents.count(prompt.gold) == 1
     assert {question_split(f"question {number}") for number in met} == {"search"}
-    assert {it.id for it in task.examples("test", None, 0)} < {it.id for it in task.examples("all", None, 0)}
+    assert {example.id for example in task.examples("test", None, 0)} < {
+        example.id for example in task.examples("all", None, 0)
+    }
 
 
 def test_a_haystack_has_no_answer_to_another_question_of_its_own(rows_file):
     rows = [row(number, answer="twin" if number % 2 else None) for number in range(60)]
     task = MultiDocumentQA(rows_file(*rows), num_documents=3, distractors="random", queries_per_haystack=2)
     examples = task.examples("all", None, 0)
-    assert examples and all(sum("twin" in it.answers for it in example.haystack) <= 1 for example in examples)
+    assert examples and all(sum("twin" in row.answers for row in example.haystack) <= 1 for example in examples)
     splits = [question_split(example.haystack[0].question) for example in examples]
     assert set(splits[:10]) == {"search", "test"}  # not one behind the other
-    with pytest.raises(UserError, match="--num-documents 50: the passages of the 'test' split of .* make no haystack"):
+    with pytest.raises(UserError, match="--num-documents 50: the passages of the 'test' split of .* form no haystack"):
         replace(task, num_documents=50).examples("test", 1, 0)
 
 
 @pytest.mark.parametrize(
     "bad, message",
     [
-        ("{not json", "line 2: not a lost-in-the-middle row .*no JSON"),
+        ("{not json", "line 2: not a lost-in-the-middle row.*not JSON"),
         ({"question": "q", "ctxs": []}, "line 2: not a lost-in-the-middle row .*without answers"),
         ({"question": "q", "answers": [], "ctxs": row(1)["ctxs"]}, "line 2: not a lost-in-the-middle row"),
         ({"question": "q", "answers": "yes", "ctxs": row(1)["ctxs"]}, "line 2: not a lost-in-the-middle row"),
@@ -223,7 +234,7 @@ def test_a_haystack_has_no_answer_to_another_question_of_its_own(rows_file):
         ({**row(1), "ctxs": row(1)["ctxs"][:1] * 3}, "line 2: not a lost-in-the-middle row"),  # three
         ({**row(1), "ctxs": [{"title": "t"}]}, "line 2: not a lost-in-the-middle row"),
         (row(1, 2), "line 2: 2 documents, but --num-documents is 3; use at most 2, or --distractors random"),
-        ({**row(1), "question": "Question 0?"}, "line 2: the question 'Question 0\\?' stands in an earlier line"),
+        ({**row(1), "question": "Question 0?"}, "line 2: the question 'Question 0\\?' is in an earlier line"),
     ],
 )
 def test_bad_lines_are_named(rows_file, bad, message):
@@ -244,7 +255,7 @@ def test_settings_that_cannot_be(rows_file):
             "from 1 to one below --num-documents",
         ),
         ({"data": data, "queries_per_haystack": 2}, "--queries-per-haystack above 1 needs --distractors random"),
-        ({"data": data, "num_pairs": 5}, "--num-pairs is no setting of --task mdqa; it has: --data, --num-documents"),
+        ({"data": data, "num_pairs": 5}, "--num-pairs is not a setting of --task mdqa, which has: --data, --num-documents"),
     ):
         with pytest.raises(UserError, match=message):
             make_task("mdqa", **settings)
@@ -253,10 +264,10 @@ def test_settings_that_cannot_be(rows_file):
 # The real files
 
 
-def original_prompt(row: dict, at: int) -> str:
+def original_prompt(row: dict, gold_slot: int) -> str:
     """As lost-in-the-middle writes it, of a file with the gold document first."""
     documents = [(ctx["title"], ctx["text"]) for ctx in row["ctxs"]]
-    documents.insert(at, documents.pop(0))
+    documents.insert(gold_slot, documents.pop(0))
     text = INSTRUCTION + "\n\n"
     for number, (title, passage) in enumerate(documents):
         text += f"Document [{number + 1}](Title: {title}) {passage}\n"
@@ -280,8 +291,8 @@ def test_the_original_files(real, name, documents, rows, search):
     originals = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     for example, original in zip(examples, originals, strict=True):
         for percent in (0, 50, 100):
-            at = slot(percent, documents)
-            assert task.prompt(example, at).text == original_prompt(original, at)
+            gold_slot = slot(percent, documents)
+            assert task.prompt(example, gold_slot).text == original_prompt(original, gold_slot)
         assert task.score(original["ctxs"][0]["text"], task.prompt(example, 0))["best_subspan_em"] == 1
 
 
@@ -289,19 +300,23 @@ def test_random_distractors_from_the_original_file(real):
     path = real("mdqa/nq-open-oracle.jsonl.gz")
     task = MultiDocumentQA(path, num_documents=10, distractors="random")
     examples = task.examples("all", None, 0)
-    search, test = ([it for it in examples if question_split(it.question) == split] for split in ("search", "test"))
+    search, test = (
+        [example for example in examples if question_split(example.question) == split] for split in ("search", "test")
+    )
     assert (len(search), len(test)) == (2091, 564)  # Appendix C wants 2,000, the paper measures on 500
     assert not {example.question for example in search} & {example.question for example in test}
-    assert not {it.text for example in search for it in example.distractors} & {example.gold.text for example in test}
+    assert not {document.text for example in search for document in example.distractors} & {
+        example.gold.text for example in test
+    }
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         rows = [json.loads(line) for line in lines]
     for example in test[:100]:
         prompt = task.prompt(example, 4)
         chosen = [rows[int(number)] for number in prompt.details["distractors"]]
-        assert [(it["ctxs"][0]["title"], it["ctxs"][0]["text"]) for it in chosen] == [
-            (it.title, it.text) for it in example.distractors
+        assert [(row["ctxs"][0]["title"], row["ctxs"][0]["text"]) for row in chosen] == [
+            (row.title, row.text) for row in example.distractors
         ]
         golds = [normalise(answer) for answer in example.answers]
-        for it in chosen:
-            text = normalise(it["ctxs"][0]["text"])
+        for row in chosen:
+            text = normalise(row["ctxs"][0]["text"])
             assert not any(contains(text, gold, len(gold) < 3) for gold in golds if gold)

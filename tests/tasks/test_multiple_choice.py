@@ -42,7 +42,9 @@ def test_whole_prompt_byte_for_byte(mmlu):
     assert (task.decided_by, task.metrics, prompt.details) == ("options", ("acc",), {"subject": "world_religions"})
     assert isinstance(task, Task) and task.name == "mmlu"
     assert [task.score(option, prompt)["acc"] for option in prompt.options] == [0, 0, 0, 1]
-    assert [(it.text, it.answers) for it in option_prompts([prompt])] == [(prompt.text, (option,)) for option in prompt.options]
+    assert [(option_prompt.text, option_prompt.answers) for option_prompt in option_prompts([prompt])] == [
+        (prompt.text, (option,)) for option in prompt.options
+    ]
 
 
 def test_no_shots_and_all_subjects(mmlu):
@@ -52,7 +54,7 @@ def test_no_shots_and_all_subjects(mmlu):
     assert task.prompt(examples[0], 0).text.startswith(
         "The following are multiple choice questions (with answers) about  anatomy.\n\nanatomy Q 2"
     )
-    search, test = ({it.row.question for it in task.examples(split, None, 0)} for split in ("search", "test"))
+    search, test = ({example.row.question for example in task.examples(split, None, 0)} for split in ("search", "test"))
     assert len(search) + len(test) == 10 and not search & test
 
 
@@ -108,7 +110,7 @@ def test_ceval(tmp_path):
 @pytest.mark.parametrize(
     "rows, header, message",
     [
-        ([["q", "a", "b", "c"]], None, "x.csv, line 1: 4 columns; without a header"),
+        ([["q", "a", "b", "c"]], None, "x.csv, line 1: 4 columns; a file without a header"),
         ([ROWS[0], ["q", "a", "b"]], None, "x.csv, line 3: 3 columns, but 6 above"),  # the first row takes two
         ([["q", "a", "b", "c", "d", "E"]], None, "x.csv, line 1: the answer 'E' is none of A, B, C, D"),
         ([], ["id", "question", "A", "B", "C", "D"], "line 1: the header lacks answer; C-Eval's test files have none"),
@@ -130,7 +132,7 @@ def test_settings_that_cannot_be(mmlu, tmp_path):
     for settings, message in (
         ({}, "--data is needed: a folder with dev/ and test/"),
         ({"data": mmlu / "dev"}, "no folder test/ in it; the files are those of hendrycks/test"),
-        ({"data": mmlu, "subjects": ("law",)}, "has no law_test.csv; the subjects there are: anatomy, world_religions"),
+        ({"data": mmlu, "subjects": ("law",)}, "has no law_test.csv; its subjects are: anatomy, world_religions"),
         ({"data": mmlu, "num_shots": -1}, "--num-shots must be at least 0, got -1"),
     ):
         with pytest.raises(UserError, match=message):

@@ -14,7 +14,7 @@ TWO = Example((("brave-otter", "1234567"), ("shy-lynx", "7654321")), (1,), ("One
 
 GOLDEN = Example(
     needles=(("sunny-otter", "9955336"), ("eager-beetle", "6747387")),
-    others_at=(0,),
+    other_slots=(0,),
     filler=("The patient driver lent a mirror to the clever shepherd at the library at dawn.",),
 )
 
@@ -57,10 +57,10 @@ def test_the_needle_stands_at_its_depth_and_all_else_stays():
     needle = f"One of the special magic numbers for {key} is: {value}."
     rest = set()
     for percent in (0, 25, 50, 75, 100):
-        at = slot(percent, task.num_items)
-        context = task.prompt(example, at, percent).text.split("\n")[1]
+        gold_slot = slot(percent, task.num_items)
+        context = task.prompt(example, gold_slot, percent).text.split("\n")[1]
         before, found, behind = context.partition(needle)
-        assert found and sum(sentence in before for sentence in dict.fromkeys(example.filler)) == at
+        assert found and sum(sentence in before for sentence in dict.fromkeys(example.filler)) == gold_slot
         rest.add(re.sub(" +", " ", before + behind).strip())
         assert context.count("special magic") == 4 and value not in before + behind
     assert len(rest) == 1
@@ -77,8 +77,8 @@ def test_generated_bytes_are_the_same_everywhere():
 def test_search_and_test_share_no_key():
     task = Needle(num_sentences=1, num_keys=3)
     for split in ("search", "test"):
-        assert {split_of(key) for it in task.examples(split, 20, seed=0) for key, _ in it.needles} == {split}
-    values = [value for it in task.examples("all", 50, seed=0) for _, value in it.needles]
+        assert {split_of(key) for example in task.examples(split, 20, seed=0) for key, _ in example.needles} == {split}
+    values = [value for example in task.examples("all", 50, seed=0) for _, value in example.needles]
     assert all(re.fullmatch(r"[1-9]\d{6}", value) for value in values)
 
 
@@ -105,7 +105,7 @@ def test_settings_that_cannot_be():
     ):
         with pytest.raises(UserError, match=message):
             Needle(**settings)
-    with pytest.raises(UserError, match="--lengths: 20 tokens hold no needle"):
+    with pytest.raises(UserError, match="--lengths: 20 tokens are too few"):
         Needle().of_length(20, words)
     with pytest.raises(UserError, match="need a --limit"):
         Needle().examples("test", None, seed=0)

@@ -17,14 +17,14 @@ def test_every_token_is_scored_once_with_enough_before_it(length, window, stride
     ids, begin = list(range(length)), [-1] if bos else []
     stride = min(stride, window)
     windows = slide(ids, window, stride, begin)
-    scored = [token for it in windows for token in it.ids[it.scored :]]
+    scored = [token for part in windows for token in part.ids[part.scored :]]
     reach = windows[-1].ids[-1] + 1 if windows else 0
     overlapping = stride < window - len(begin)
     expected = list(range(0 if bos else 1, reach))
     # Windows that do not overlap leave out the first token of each where no BOS stands before it: nothing predicts it.
     assert scored == (expected if overlapping or bos else [token for token in expected if token % window])
-    assert all(len(it.ids) == window and it.ids[: len(begin)] == begin and it.scored >= 1 for it in windows)
-    assert all(it.scored >= window - stride for it in windows[1:])
+    assert all(len(part.ids) == window and part.ids[: len(begin)] == begin and part.scored >= 1 for part in windows)
+    assert all(part.scored >= window - stride for part in windows[1:])
     assert length - reach < max(stride, window) and (windows or length < window)
 
 

@@ -115,7 +115,7 @@ def placed(example: str, position: int, num_words: int, cut: Cut | None = None) 
 
 
 def test_too_long_is_an_error_and_skipping_leaves_the_example_out_at_every_position():
-    prompts = [placed(example, at, n) for example, n in (("x", 5), ("y", 9), ("z", 6)) for at in (0, 100)]
+    prompts = [placed(example, position, n) for example, n in (("x", 5), ("y", 9), ("z", 6)) for position in (0, 100)]
     prompts[1] = placed("x", 100, 10)
     assert fit(prompts, words, window=12).prompts == prompts  # ten words and two of the answer
     with pytest.raises(
@@ -198,7 +198,7 @@ def test_stop_texts():
     assert before_stop("one", ("\n",)) == before_stop("one", ()) == "one"
     assert before_stop("\none", ("\n",)) == ""
     assert checked_stop(["\n", "."]) == ("\n", ".")
-    for wrong, message in (("\\n", "has a backslash and an n, no line end"), ("", "is empty")):
+    for wrong, message in (("\\n", "has a backslash and an n, not a line end"), ("", "is empty")):
         with pytest.raises(UserError, match=f"--stop .*{message}"):
             checked_stop([wrong])
 

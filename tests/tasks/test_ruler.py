@@ -39,8 +39,8 @@ def ours(name: str, row: dict[str, Any]) -> tuple[Task, Any, int]:
         return niah.Niah(name, len(lines)), niah.Example(((row["key"], row["value"]),), (), tuple(lines)), row["slot"]
     if name == "vt":
 
-        def chain(it: dict[str, Any]) -> variable_tracking.Chain:
-            return variable_tracking.Chain(it["value"], tuple(it["names"]), tuple(it["at"]))
+        def chain(row: dict[str, Any]) -> variable_tracking.Chain:
+            return variable_tracking.Chain(row["value"], tuple(row["names"]), tuple(row["at"]))
 
         shot = row["shot"]
         example = variable_tracking.Example((chain(row),), row["num_lines"], chain(shot), shot["lines"])
@@ -55,8 +55,8 @@ def ours(name: str, row: dict[str, Any]) -> tuple[Task, Any, int]:
 @pytest.mark.parametrize("name", GOLDEN["prompts"])
 def test_prompts_are_those_of_rulers_scripts_for_the_same_inputs(name):
     for row in GOLDEN["prompts"][name]:
-        task, example, at = ours(name, row)
-        prompt = task.prompt(example, at)
+        task, example, gold_slot = ours(name, row)
+        prompt = task.prompt(example, gold_slot)
         if "text" in row:
             assert prompt.text == row["text"]
         assert hashlib.sha256(prompt.text.encode()).hexdigest() == row["sha256"]
@@ -67,8 +67,8 @@ def test_prompts_are_those_of_rulers_scripts_for_the_same_inputs(name):
 
 @pytest.mark.parametrize("name", GOLDEN["scores"])
 def test_scores_are_those_of_rulers_scorer(name):
-    task, example, at = ours(name, GOLDEN["prompts"][name][0])
-    prompt = task.prompt(example, at)
+    task, example, gold_slot = ours(name, GOLDEN["prompts"][name][0])
+    prompt = task.prompt(example, gold_slot)
     scored = GOLDEN["scores"][name]["scored"]
     assert len(scored) == 50 and len({score for _, score in scored}) > 1
     for output, score in scored:
@@ -87,9 +87,9 @@ def test_the_needle_stands_at_its_depth_and_all_else_stays(subset):
     fact = NEEDLE.format(kind=niah.VARIANTS[subset].kind, key=key, value=value)
     rest = set()
     for percent in (0, 25, 50, 75, 100):
-        at = slot(percent, task.num_items)
-        before, found, behind = context(task.prompt(example, at, percent).text).partition(fact)
-        assert found and sum(before.count(line) for line in dict.fromkeys(example.lines)) == at
+        gold_slot = slot(percent, task.num_items)
+        before, found, behind = context(task.prompt(example, gold_slot, percent).text).partition(fact)
+        assert found and sum(before.count(line) for line in dict.fromkeys(example.lines)) == gold_slot
         rest.add(" ".join((before + behind).split()))
         assert value not in before + behind
     assert len(rest) == 1
@@ -114,14 +114,20 @@ def test_distractors_share_a_word_with_the_key_that_is_asked_for():
     (asked, _), *others = example.needles
     assert len(others) == 19 and len({key for key, _ in example.needles}) == 20
     shared = [{0: key.split("-")[0] == asked.split("-")[0], 1: key.split("-")[1] == asked.split("-")[1]} for key, _ in others]
-    assert all(it[0] != it[1] for it in shared) and any(it[0] for it in shared) and any(it[1] for it in shared)
+    assert (
+        all(halves[0] != halves[1] for halves in shared)
+        and any(halves[0] for halves in shared)
+        and any(halves[1] for halves in shared)
+    )
 
 
 def test_questions_about_the_same_lines_ask_for_those_nearest_to_the_slot():
     task = niah.Niah("multikey_3", num_lines=9, queries_per_haystack=3)
     examples = task.examples("search", 6, seed=1)
-    texts = {(n, at): task.prompt(example, at).text for n, example in enumerate(examples) for at in (0, 5, 9)}
-    assert len({context(texts[n, at]) for n in (0, 1, 2) for at in (0, 5, 9)}) == 1 != len(set(texts.values()))
+    texts = {
+        (n, gold_slot): task.prompt(example, gold_slot).text for n, example in enumerate(examples) for gold_slot in (0, 5, 9)
+    }
+    assert len({context(texts[n, gold_slot]) for n in (0, 1, 2) for gold_slot in (0, 5, 9)}) == 1 != len(set(texts.values()))
     assert [sorted(example.slot(5) for example in examples[:3]), examples[0].slot(5)] == [[4, 5, 6], 5]
     assert {split_of(key) for example in examples for key, _ in example.needles} == {"search"}
     assert len({example.id for example in examples}) == 6
@@ -159,10 +165,10 @@ def test_generated_bytes_are_the_same_everywhere():
 
 def test_search_and_test_share_nothing():
     for name, first in (
-        ("niah", lambda it: it.needles[0][0]),
-        ("vt", lambda it: it.chains[0].names[0]),
-        ("cwe", lambda it: it.words[0]),
-        ("fwe", lambda it: it.words[1]),
+        ("niah", lambda example: example.needles[0][0]),
+        ("vt", lambda example: example.chains[0].names[0]),
+        ("cwe", lambda example: example.words[0]),
+        ("fwe", lambda example: example.words[1]),
     ):
         for split in ("search", "test"):
             assert {split_of(first(example)) for example in make_task(name).examples(split, 12, seed=0)} == {split}
@@ -172,10 +178,10 @@ def test_a_chain_together_stands_at_its_depth():
     task = variable_tracking.VariableTracking(num_lines=12, num_chains=2, placing="together")
     [example] = task.examples("all", 1, seed=0)
     chain = " ".join(example.chains[0].assignments)
-    for at in (0, 6, 12):
-        asked = task.prompt(example, at).text.rsplit("Memorize", 1)[1]
+    for line in (0, 6, 12):
+        asked = task.prompt(example, line).text.rsplit("Memorize", 1)[1]
         before, found, behind = asked.partition(chain)
-        assert found and before.count("The grass") == at and behind.count("The grass") == 12 - at
+        assert found and before.count("The grass") == line and behind.count("The grass") == 12 - line
         assert example.chains[1].names[4] in asked
 
 
@@ -188,15 +194,15 @@ def test_words_together_stand_at_their_depth_and_as_often_as_spread():
         assert spread.num_items == 1 and together.examples("all", 1, seed=0) == [example]
         golds = spread.prompt(example, 0).references
 
-        def listed(task: Any, at: int, example: Any = example) -> list[str]:
-            asked = task.prompt(example, at).text.rsplit("\nQuestion", 1)[0].split("\n")[-1]
+        def listed(task: Any, first_slot: int, example: Any = example) -> list[str]:
+            asked = task.prompt(example, first_slot).text.rsplit("\nQuestion", 1)[0].split("\n")[-1]
             return re.sub(r"\d+\. ", "", asked.removeprefix("Read").partition("coded words. ")[2] or asked).split()
 
-        for at in (0, together.num_items // 2, together.num_items - 1):
-            found = listed(together, at)
+        for first_slot in (0, together.num_items // 2, together.num_items - 1):
+            found = listed(together, first_slot)
             assert sorted(found) == sorted(listed(spread, 0))
             where = [number for number, word in enumerate(found) if word in golds]
-            assert where == list(range(at, at + len(where)))
+            assert where == list(range(first_slot, first_slot + len(where)))
 
 
 def test_ranges_of_lengths_keep_what_is_asked():
@@ -245,26 +251,26 @@ def test_words_come_from_a_file(tmp_path):
     task = make_task("cwe", data=path, num_words=60)
     [example] = task.examples("test", 1, 0)
     assert len(set(example.words)) == 60 and all(re.fullmatch(r"w\d+x", word) for word in example.words + example.shot)
-    with pytest.raises(UserError, match="words.txt: 90 different words, and 91 are needed; use fewer --num-words"):
+    with pytest.raises(UserError, match="words.txt: 90 different words, but 91 are needed; use fewer --num-words"):
         make_task("cwe", data=path, num_words=91).examples("test", 1, 0)
 
 
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("niah", {"subset": "single_4"}, "--subset 'single_4' is no variant of --task niah; they are: single_1, "),
-        ("niah", {"num_keys": 3}, "--num-keys: --subset single_1 has as many needles as RULER's"),
+        ("niah", {"subset": "single_4"}, "--subset 'single_4' is not a variant of --task niah, which are: single_1, "),
+        ("niah", {"num_keys": 3}, "--num-keys: --subset single_1 has RULER's number of needles"),
         ("niah", {"subset": "multikey_1", "queries_per_haystack": 2}, "--queries-per-haystack above 1 is for"),
         ("niah", {"subset": "multikey_2", "queries_per_haystack": 4, "num_lines": 2}, "from 1 to one above --num-lines"),
-        ("niah", {"data": "essay.txt"}, "--data: the haystack of --subset single_1 is no essay"),
+        ("niah", {"data": "essay.txt"}, "--data: the haystack of --subset single_1 is not an essay"),
         ("niah", {"subset": "single_2", "data": "no.txt"}, "--data no.txt: no such file; any text file"),
         ("niah", {"num_lines": -1}, "--num-lines must be at least 0"),
         ("vt", {"answer_opener": "x"}, "--answer-opener 'x': a prompt of --task vt ends in ' ' or in ''"),
-        ("vt", {"num_lines": 0}, "--num-lines 0: its 0 pieces are too few for the 5 assignments"),
+        ("vt", {"num_lines": 0}, "--num-lines 0: has 0 pieces, too few for the 5 assignments"),
         ("vt", {"num_hops": 0}, "--num-hops must be at least 1"),
         ("cwe", {"num_words": 9}, "--num-words 9: a list has 10 common words"),
         ("cwe", {"num_words": 5000}, r"--num-words 5000: there are 1477 words; use fewer, or --data FILE"),
-        ("fwe", {"num_words": 20}, "the third word would stand 1 times and the fourth 0 times|neither is the more frequent"),
+        ("fwe", {"num_words": 20}, "the third and the fourth word would occur equally often|use more words"),
         ("fwe", {"alpha": 1.0}, "--alpha must be above 1"),
     ],
 )

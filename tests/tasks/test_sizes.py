@@ -5,7 +5,7 @@ from word_tokenizer import num_words, words
 
 from lpes_jax.errors import UserError
 from lpes_jax.tasks import make_task
-from lpes_jax.tasks.sizes import SETTINGS, alone, of_length
+from lpes_jax.tasks.sizes import SETTINGS, of_length, without_haystack
 
 TASKS = [
     ("kv", {"num_pairs": 4, "queries_per_haystack": 4, "key_length": 8}),
@@ -24,9 +24,11 @@ def test_as_many_items_as_a_length_holds(name, settings, tokens):
     setting = SETTINGS[type(task)]
     lengths = []
     for more in (0, 3):
-        of_size = make_task(name, **settings | {setting: getattr(task, setting) + more})
+        longer = make_task(name, **settings | {setting: getattr(task, setting) + more})
         prompts = [
-            of_size.prompt(example, at) for example in of_size.examples("test", 30, 5) for at in (0, of_size.num_items - 1)
+            longer.prompt(example, end_slot)
+            for example in longer.examples("test", 30, 5)
+            for end_slot in (0, longer.num_items - 1)
         ]
         lengths.append(max(num_words(prompt.text + prompt.answers[0]) for prompt in prompts))
     assert lengths[0] <= tokens < lengths[1] * 1.03
@@ -37,7 +39,7 @@ def test_as_many_items_as_a_length_holds(name, settings, tokens):
 
 @pytest.mark.parametrize(("name", "settings"), TASKS)
 def test_the_fact_alone_is_the_shortest_prompt_that_has_it(name, settings):
-    task = alone(make_task(name, **settings))
+    task = without_haystack(make_task(name, **settings))
     prompt = task.prompt(task.examples("test", 1, 0)[0], 0)
     assert all(prompt.text.count(gold) == 1 for gold in prompt.references if name != "vt")
     assert "The grass" not in prompt.text.rsplit("Memorize", 1)[-1]
@@ -45,7 +47,7 @@ def test_the_fact_alone_is_the_shortest_prompt_that_has_it(name, settings):
 
 
 def test_too_few_tokens_are_refused():
-    with pytest.raises(UserError, match="--lengths: 30 tokens hold no prompt of --task niah; its shortest prompts have"):
+    with pytest.raises(UserError, match="--lengths: 30 tokens are too few for --task niah; its shortest prompts have"):
         of_length(make_task("niah"), 30, words)
     with pytest.raises(TypeError, match="MultipleChoice|CommonWords"):
-        alone(make_task("cwe"))
+        without_haystack(make_task("cwe"))

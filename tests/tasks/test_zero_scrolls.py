@@ -123,9 +123,9 @@ def test_qmsum_from_its_own_files(rows_file):
             "line 2: not a ZeroSCROLLS row with references .*its test split has none",
         ),
         ("qasper", {**row("b", "x"), "query_start_index": 999}, "line 2: not a ZeroSCROLLS row"),
-        ("qasper", row("a", "x", "another document"), "line 2: the id 'a' stands in an earlier line with another input"),
+        ("qasper", row("a", "x", "another document"), "line 2: the id 'a' is used in an earlier line with another input"),
         ("quality", row("b", "yes"), "line 2: the output 'yes' names no letter"),
-        ("space_digest", row("b", "much"), "line 2: the output 'much' is no percentage; is this a file of space_digest"),
+        ("space_digest", row("b", "much"), "line 2: the output 'much' is not a percentage; is this a file of space_digest"),
     ],
 )
 def test_bad_lines_are_named(rows_file, subset, bad, message):
@@ -134,7 +134,7 @@ def test_bad_lines_are_named(rows_file, subset, bad, message):
 
 
 def test_settings_that_cannot_be(rows_file):
-    with pytest.raises(UserError, match="--subset 'musique' is not of ZeroSCROLLS; its tasks here are: gov_report, "):
+    with pytest.raises(UserError, match="--subset 'musique' is not in ZeroSCROLLS; its supported tasks are: gov_report, "):
         ZeroScrolls("musique", rows_file(row("a", "x")))
     with pytest.raises(UserError, match="--data is needed: the validation files are in tau/zero_scrolls"):
         ZeroScrolls("qasper")
@@ -167,4 +167,4 @@ def test_the_original_files(real, subset):
 def test_the_original_qmsum(real):
     task = ZeroScrolls("qmsum", real("qmsum/ALL_val.jsonl"))
     examples = task.examples("all", None, 0)
-    assert sum(len(example.references) for example in examples) == 272 and len({it.document for it in examples}) == 35
+    assert sum(len(example.references) for example in examples) == 272 and len({example.document for example in examples}) == 35
