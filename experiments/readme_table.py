@@ -1,4 +1,4 @@
-"""The results table of the README, from the JSON files of experiments/results/gains/smollm2_mixture.
+"""The results table of the README, from the JSON files of experiments/results/gains/smollm2_kl.
 
 Examples:
   python experiments/readme_table.py             print the table
@@ -17,9 +17,12 @@ import numpy as np
 from lpes_jax.statistics import standard_error
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "experiments/results/gains/smollm2_mixture"
+RESULTS = ROOT / "experiments/results/gains/smollm2_kl"
 MARKS = ("<!-- results: experiments/readme_table.py -->", "<!-- end of results -->")
-COLUMNS = {"as it is": ["baseline"], "factors": ["rates_seed0"], "gains": ["gains_seed0", "gains_seed1"]}
+SEEDS = range(3)
+COLUMNS = {"as it is": ["baseline"]} | {
+    method: [f"{method}_seed{seed}" for seed in SEEDS] for method in ("factors", "gains", "both")
+}
 ROWS = {
     "10 key-value pairs": ("kv, 10 pairs", True),
     "30 key-value pairs": ("kv, 30 pairs", False),

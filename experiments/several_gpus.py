@@ -4,9 +4,9 @@
     python experiments/several_gpus.py --model tiny-retriever --platform cpu --num-pairs 5 --key-length 8 --steps 2
 
 Each row of the table is two runs of the same `search` command: on the first device alone, and on all of them (with CPUs: two
-virtual ones), or in one process a device (`--coordinator-address`). The histories are compared line by line, and the seconds
-a step or a generation are those between the first and the last line, so that compiling is left out. `killed` kills one
-process in the middle: the other has to end by itself, and `--resume` has to end with the history of the run that was not
+virtual ones), or in one process a device (`--coordinator-address`). The histories are compared line by line. The seconds of a
+descent are those between its second and its last line, so that compiling is left out; other histories have none. `killed` kills
+one process in the middle: the other has to end by itself, and `--resume` has to end with the history of the run that was not
 killed. What is there is not run again; `--only` takes some rows. Runs follow each other, so that nothing shares a device.
 """
 
@@ -99,7 +99,17 @@ def main(s: Settings) -> None:
             run(s, second, (*kind.flags, *kind.more), devices=s.devices)
         table[name] = compared(first, second) | {"note": notes}
         print(name, json.dumps(table[name]), flush=True)
-    header = ["", "seconds, one", "seconds, all", "speed-up", "lines", "loss or fitness apart", "control points apart", "note"]
+    header = [
+        "",
+        "seconds, one",
+        "seconds, all",
+        "speed-up",
+        "lines",
+        "first line apart",
+        "all lines apart",
+        "factors apart",
+        "note",
+    ]
     rows = [
         [
             name,
@@ -107,6 +117,7 @@ def main(s: Settings) -> None:
             f"{row['seconds_all']:.1f}",
             f"{row['seconds_one'] / row['seconds_all']:.2f}" if row["seconds_all"] else "-",
             str(row["lines"]),
+            f"{row['first_apart']:.2g}",
             f"{row['fitness_apart']:.2g}",
             f"{row['factors_apart']:.2g}",
             row["note"],
@@ -131,10 +142,17 @@ def compared(first: Path, second: Path) -> dict[str, Any]:
         pairs = [(a[name], b[name]) for a, b in zip(one, several, strict=True) if a.get(name) is not None]
         return max((float(np.abs(np.subtract(*pair)).max()) for pair in pairs), default=0.0)
 
-    seconds = {
-        f"seconds_{name}": history[-1]["seconds"] - history[0]["seconds"] for name, history in (("one", one), ("all", several))
+    def seconds(history: list[dict[str, Any]]) -> float:
+        return history[-1]["seconds"] - history[1]["seconds"] if "seconds" in history[-1] and len(history) > 2 else 0.0
+
+    return {
+        "lines": len(one),
+        "first_apart": abs((one[0].get("fitness") or 0) - (several[0].get("fitness") or 0)),
+        "fitness_apart": apart("fitness"),
+        "factors_apart": apart("factors"),
+        "seconds_one": seconds(one),
+        "seconds_all": seconds(several),
     }
-    return {"lines": len(one), "fitness_apart": apart("fitness"), "factors_apart": apart("factors"), **seconds}
 
 
 def command(s: Settings, folder: Path, flags: tuple[str, ...]) -> list[str]:

@@ -4,18 +4,18 @@ import lpes_jax as lj
 
 model = lj.load_model("smollm2-135m-instruct", dtype="float32")
 tokenizer = lj.load_tokenizer("smollm2-135m-instruct")
-factors = lj.LayerFactors.load("runs/search/factors.json")  # or of the zoo: "smollm2-135m-instruct/best-kv-5-10-20"
+factors = lj.LayerFactors.load("runs/search/factors.json")  # or from the zoo: "smollm2-135m-instruct/best-kv-5-10-20"
 logits = lj.logits(model, tokens, factors)                 # i32[B, T] -> f32[B, T, V]
 texts = lj.generate(model, tokenizer, ["..."], factors)
 result = lj.run_search(lj.preset("quick"))  # what `python -m lpes_jax.search` runs
 
-`import lpes_jax` imports no JAX: a name brings what it needs when it is first used.
+`import lpes_jax` does not import JAX: the module of a name is imported when the name is first used.
 """
 
 from typing import TYPE_CHECKING
 
 from lpes_jax import lazy
-from lpes_jax import process as process  # first: where this is a command, it takes the process over before JAX is imported
+from lpes_jax import process as process  # first: in a command, it sets up the process before JAX is imported
 
 if TYPE_CHECKING:
     from lpes_jax.api import generate, logits

@@ -1,4 +1,4 @@
-"""Files that are not there, refused before a model is opened and before JAX is imported."""
+"""Checks of files and model names that do not open a model or import JAX."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,20 +10,20 @@ from lpes_jax.tasks.prompts import Split
 
 
 def check_model_name(model: str) -> None:
-    """Raise UserError for a `--model` that is no name, file or folder, as far as that is known without a download."""
+    """Raise UserError if `--model` is not a name, file or folder, as far as is known without a download."""
     check_name(model)
 
 
 def check_file(flag: str, path: Path | None, what: str) -> None:
-    """Raise UserError for a path that is no file; None passes. `what`: what it should be, for the message."""
+    """Raise UserError if the path is not a file; None is allowed. `what` describes the file in the message."""
     if path is not None and not path.is_file():
         raise UserError(f"{flag} {path}: no such file; {what}")
 
 
 def check_examples(tasks: Iterable[Any], split: Split, seed: int) -> None:
-    """Have each task say what is wrong with it before any of its data is read.
+    """Make each task check its settings and files. Raises UserError.
 
-    Tasks without a file draw one example, the others look for theirs. Files that are there are read later, once.
+    Tasks without a file generate one example; the others check that their file exists. Files are read later, once.
     """
     for task in tasks:
         data = getattr(getattr(task, "longest", task), "data", None)

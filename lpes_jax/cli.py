@@ -1,11 +1,11 @@
 """The command line: `lpes VERB ...`, the same as `python -m lpes_jax.VERB ...`.
 
-A verb is a frozen dataclass of flags (lpes_jax.flags parses them) and a function that takes one. Exit codes: 0 done, 2 the
-user's mistake (one line `error: ...` on stderr), 1 a fault of ours (a traceback) or the loss of another process (one line), 130
-and 143 ended by SIGINT or SIGTERM (one line that says how to go on). Of several processes (lpes_jax.hosts) all end with the
-code of the one that failed. Streams, signals and the environment of a command's own process: lpes_jax.process.
+A verb is a frozen dataclass of flags (lpes_jax.flags parses them) and a function that takes one. Exit codes: 0 success; 2 a
+user error (one line `error: ...` on stderr); 1 a fault of ours (a traceback) or the loss of another process (one line); 130 and
+143 ended by SIGINT or SIGTERM (one line that says how to resume). With several processes (lpes_jax.hosts) all end with the code
+of the one that failed. lpes_jax.process handles the streams, signals and environment of a command's own process.
 
-Help, and what is refused without a model, come before JAX is imported; `lpes_jax.running` is the part that has it.
+Help, and checks that need no model, run before JAX is imported. `lpes_jax.running` imports JAX.
 """
 
 import contextlib
@@ -60,7 +60,7 @@ def run_verb(
     """Parse `arguments` over the dataclass `defaults` and run the verb with the result; returns the exit code.
 
     `check` raises UserError for flags and files that `run` would refuse; it needs no model and imports no JAX.
-    `many_hosts`: the verb runs in several processes where flags name these, and has those flags.
+    `many_hosts`: the verb has the flags of several processes, and runs in them.
     """
     try:
         with _sigterm():
@@ -72,7 +72,7 @@ def run_verb(
             flags = parsed.flags
             check_bounds(flags)  # before processes wait for each other
             named = "output_path" in flags.flat() and parsed.has("output_path")
-            if not check_hosts(parsed.hosts):  # of several processes one that fails alone would let the others wait
+            if not check_hosts(parsed.hosts):  # a single failing process would leave the others waiting
                 if named:
                     _check_output(flags, name)
                 check(flags)
@@ -90,26 +90,26 @@ def run_verb(
 
 
 def _fail(message: str) -> int:
-    """Say the one line of a user's mistake; returns its exit code."""
+    """Print the one line of a user error; returns its exit code."""
     print("error: " + process.one_line(message), file=sys.stderr)
     return 2
 
 
 def _check_output(flags: Settings, verb: Any) -> None:
-    """Raise UserError where `--output-path` cannot be written, or holds another run."""
+    """Raise UserError if `--output-path` cannot be written, or contains another run."""
     values = flags.flat()
     modes = {mode: values.get(mode, False) for mode in ("overwrite", "resume")}
     output.check(values["output_path"], verb, **modes)
 
 
 def _is_own(arguments: Sequence[str]) -> bool:
-    """Is this process the verb's own, started with these arguments?"""
+    """Whether this process was started as this verb, with these arguments."""
     return list(arguments) == sys.argv[len(sys.argv) - len(arguments) :]
 
 
 @contextlib.contextmanager
 def _sigterm() -> Iterator[None]:
-    """SIGTERM ends what is in here as SIGINT does, where this is no command's own process (lpes_jax.process)."""
+    """Inside this context SIGTERM acts like SIGINT, unless the process is a command's own (lpes_jax.process)."""
     if process.is_ours() or threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,8 +1,8 @@
-"""The arguments of a verb as its settings, or its help.
+"""Parse the arguments of a verb into its settings, or return its help.
 
-tyro makes the parser from the settings' classes. Some flags choose the defaults of others (`--preset`, and with it
-`--algorithm` and `--mixture`): then all are parsed a second time, over these defaults. So no flag is looked for by hand, and
-order and spelling (`--preset best`, `--preset=best`) are tyro's business alone.
+tyro builds the parser from the settings' classes. Some flags determine the defaults of others (`--preset`, together with
+`--algorithm` and `--mixture`). In that case all arguments are parsed a second time with these defaults. This code never
+searches the arguments itself: tyro handles order and spelling (`--preset best`, `--preset=best`).
 """
 
 import contextlib
@@ -25,26 +25,26 @@ from lpes_jax.settings.groups import HostSettings
 
 Flags = TypeVar("Flags", bound=Settings)
 _SHORT, _ALL = ("-h", "--help"), "--help-all"
-_EMPTY = Path()  # what an empty text is parsed as; told from other paths by its identity
+_EMPTY = Path()  # the parsed value of an empty text; compared by identity
 _REGISTRY = tyro.constructors.ConstructorRegistry()
 
 
 @dataclass(frozen=True)
 class Parsed(Generic[Flags]):
-    """The settings of a verb, of its processes, and the defaults of what was not given."""
+    """The settings of a verb, the settings of its processes, and the defaults of flags that were not given."""
 
     flags: Flags
     hosts: HostSettings
     defaults: Flags
 
     def has(self, name: str) -> bool:
-        """Was this flag of a path given? A default is handed on as the object that it is, what was parsed is a new one."""
+        """Whether this path flag was given. A default is passed on as the same object; a parsed path is a new object."""
         return self.flags.flat()[name] is not self.defaults.flat()[name]
 
 
 @dataclass(frozen=True)
 class Parser(Generic[Flags]):
-    """What is parsed: settings over `defaults`, and with `many_hosts` those of several processes."""
+    """A parser of settings with `defaults`; with `many_hosts` it also parses the flags of several processes."""
 
     defaults: Flags
     prog: str
@@ -52,7 +52,7 @@ class Parser(Generic[Flags]):
     many_hosts: bool = False
 
     def parse(self, arguments: Sequence[str]) -> Parsed[Flags]:
-        """The settings. Raises UserError for flags that cannot be."""
+        """The settings. Raises UserError for invalid flags."""
         given, hosts = self._settings(self.defaults, arguments)
         defaults = self.defaults.defaults_with(given)
         if defaults != self.defaults:
@@ -61,10 +61,10 @@ class Parser(Generic[Flags]):
         return Parsed(given, hosts, defaults)
 
     def help(self, arguments: Sequence[str]) -> str | None:
-        """The help that the arguments ask for; None where they ask for none.
+        """The help that the arguments ask for, or None.
 
-        It is that of the other arguments, without the last flag where they cannot be parsed (`--num-pairs --help`), or else of
-        the defaults.
+        It depends on the other arguments. If these cannot be parsed (`--num-pairs --help`), the last flag is ignored; if that
+        does not help, all are.
         """
         asked = [argument.replace("_", "-") for argument in arguments]
         asked = {argument for argument in asked if argument in (*_SHORT, _ALL)}
@@ -77,14 +77,14 @@ class Parser(Generic[Flags]):
             with contextlib.suppress(UserError):
                 given = self.parse(part)
                 break
-        width = max(40, shutil.get_terminal_size().columns)  # with very few tyro finds no end
+        width = max(40, shutil.get_terminal_size().columns)  # tyro does not terminate on very narrow terminals
         if _ALL in asked:
             return self._all_flags(given.defaults, width)
         left_out = len(HostSettings().flat()) if self.many_hosts else 0
         return short_help(given.defaults, given.flags, self.prog, self.manual, width, left_out)
 
     def _settings(self, defaults: Flags, arguments: Sequence[str]) -> tuple[Flags, HostSettings]:
-        # tyro draws its errors as a box; its first paragraph becomes our one line. No terminal: no colours, and it never wraps.
+        # tyro prints an error as a box; its first paragraph becomes our one line. No terminal: no colours, no wraps.
         box, nowhere = io.StringIO(), io.TextIOWrapper(io.BytesIO(), "utf-8")
         try:
             with contextlib.redirect_stderr(box), contextlib.redirect_stdout(nowhere), _columns(100_000):
@@ -111,7 +111,7 @@ class Parser(Generic[Flags]):
 
 @_REGISTRY.primitive_rule
 def _path(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Path] | None:
-    """Paths, of which an empty one is told from the working directory."""
+    """The parser of paths, which distinguishes an empty text from the working directory."""
     if info.type is not Path:
         return None
     return tyro.constructors.PrimitiveConstructorSpec(
@@ -125,7 +125,7 @@ def _path(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.Primit
 
 @contextlib.contextmanager
 def _columns(count: int) -> Iterator[None]:
-    """So many columns has the terminal in here."""
+    """Inside this context the terminal has `count` columns."""
     before = os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = str(count)
     try:
@@ -137,7 +137,7 @@ def _columns(count: int) -> Iterator[None]:
 
 
 def _check_paths(flags: Settings) -> None:
-    """Raise UserError for a flag's path that is empty (Python takes that for the working directory) or longer than can be."""
+    """Raise UserError for a path that is too long, or empty, which Python reads as the working directory."""
     for name, path in flags.flat().items():
         flag = "--" + name.replace("_", "-")
         if not isinstance(path, Path):

@@ -1,7 +1,7 @@
-"""The short `--help`: the flags of the chosen task and algorithm, and those that every run needs; a line for each.
+"""The short `--help`: the flags of the chosen task and algorithm, and those that every run needs, one per line.
 
-What it shows of a flag is said where the flag is defined (lpes_jax/settings/tree.py: `when`, `rare`). `--help-all`, which shows
-all flags, is tyro's.
+The definition of a flag says when it is shown (lpes_jax/settings/tree.py: `when`, `rare`). tyro prints `--help-all`, which
+shows all flags.
 """
 
 import ast
@@ -20,14 +20,14 @@ from typing import Any
 from lpes_jax.settings import Settings
 from lpes_jax.settings.tree import RARE, WHEN
 
-_COLUMN = 30  # where the text of a flag begins
+_COLUMN = 30  # the column in which the text of a flag begins
 _EXAMPLES = 2
 _WORDS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A flag of the help: its name (`--limit`), what it takes (`INT`; empty for a switch), and what it is."""
+    """A flag in the help: its name (`--limit`), its value (`INT`; empty for a switch), and its description."""
 
     flag: str
     value: str
@@ -35,9 +35,10 @@ class Line:
 
 
 def short_help(defaults: Settings, given: Settings, prog: str, manual: str, width: int, left_out: int = 0) -> str:
-    """What `--help` prints, in lines of `width` characters, where the flags of `given` stand beside it.
+    """The text of `--help`, in lines of `width` characters.
 
-    `left_out`: flags of the verb that are not in its settings, and so in `--help-all` only.
+    `given` are the settings with the other flags on the command line. `left_out` is the number of flags that are not in the
+    settings of the verb, and therefore in `--help-all` only.
     """
     groups = sections(defaults, given)
     lines = [f"usage: {prog} [flags]; what is in [...] is a default", "", *_head(manual, width)]
@@ -53,7 +54,7 @@ def short_help(defaults: Settings, given: Settings, prog: str, manual: str, widt
 
 
 def sections(defaults: Settings, given: Settings) -> list[tuple[str, list[Line]]]:
-    """The groups that are shown, by their headings, and their flags; a flag that is in no group is in the next one."""
+    """The headings of the shown groups and their flags. A flag without a group belongs to the next group."""
     chosen, found, first = given.chosen(), list[tuple[str, list[Line]]](), list[Line]()
     for field in dataclasses.fields(defaults):
         value = getattr(defaults, field.name)
@@ -85,12 +86,12 @@ def _line(group: Settings, name: str) -> Line:
     if not (value is None or isinstance(value, bool) or value == () or "default" in text):
         shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
         text = f"{text} [{shown}]"
-    flag = ("--no-" if value is True else "--") + name.replace("_", "-")  # a switch that is on by default is switched off
+    flag = ("--no-" if value is True else "--") + name.replace("_", "-")  # a switch that is on by default can be turned off
     return Line(flag, _taken(hint), text)
 
 
 def _taken(hint: Any) -> str:
-    """What a flag of this type takes, in capitals; `...` where it takes several."""
+    """The value of a flag of this type, in capitals; with `...` if there may be several."""
     if hint is bool:
         return ""
     parts = [part for part in typing.get_args(hint) if part not in (type(None), ...)]
@@ -105,7 +106,7 @@ def _taken(hint: Any) -> str:
 
 
 def documented(group: type[Settings]) -> dict[str, str]:
-    """The texts below the flags of a group, by their names; those of its bases too."""
+    """The docstrings of a group's flags by name, including those of its bases."""
     found: dict[str, str] = {}
     for base in reversed(group.__mro__):
         if not (isinstance(base, type) and issubclass(base, Settings)):
@@ -120,7 +121,7 @@ def documented(group: type[Settings]) -> dict[str, str]:
 
 @cache
 def _classes(module: str) -> dict[str, Sequence[ast.stmt]]:
-    """The statements of each class of a module; none where its source is not there."""
+    """The statements of each class of a module; empty if its source is missing."""
     try:
         source = inspect.getsource(sys.modules[module])
     except (OSError, TypeError, KeyError):
@@ -138,7 +139,7 @@ def _first_line(text: str) -> str:
 
 
 def _head(manual: str, width: int) -> Iterator[str]:
-    """The first paragraph of a verb's manual, and its first examples."""
+    """The first paragraph and the first examples of a verb's manual."""
     paragraph, _, rest = manual.strip().partition("\n\n")
     yield from textwrap.wrap(" ".join(paragraph.split()), width)
     if examples := re.match(r"Examples:\n((?:  .*\n?)*)", rest):

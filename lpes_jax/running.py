@@ -1,6 +1,6 @@
-"""A verb at work, once its flags are checked: processes, devices, compiled programs, the folder, and what goes wrong.
+"""Run a verb after its flags are checked: processes, devices, compiled programs, the run folder, and errors.
 
-`lpes_jax.cli` parses and checks without JAX, and imports this module when there is something to run.
+`lpes_jax.cli` parses and checks without JAX. It imports this module when a verb runs.
 """
 
 import contextlib
@@ -29,10 +29,17 @@ Flags = TypeVar("Flags", bound=Settings)
 
 
 def run(flags: Flags, host_flags: HostSettings, verb: Callable[[Flags], object], *, folder_named: bool, own: bool) -> int:
-    """Run a verb with its flags; returns the exit code.
+    """Run a verb with its flags.
 
-    `folder_named`: the user gave `--output-path`; else the verb gets a folder of its own. `own`: this process is the verb's
-    own, so that XLA may be given flags.
+    Args:
+        flags: The settings of the verb.
+        host_flags: The settings of its processes.
+        verb: The function to run.
+        folder_named: Whether the user gave `--output-path`. If not, a new folder is chosen.
+        own: Whether the process belongs to the verb, so that XLA's flags may be set.
+
+    Returns:
+        The exit code.
     """
     try:
         if own and flags.flat().get("deterministic"):
@@ -61,12 +68,12 @@ def run(flags: Flags, host_flags: HostSettings, verb: Callable[[Flags], object],
 
 
 def fail(message: str) -> int:
-    """Say the one line of a user's mistake; returns its exit code."""
+    """Print the one line of a user error; returns its exit code."""
     return hosts.leave(2, "error: " + process.one_line(message))
 
 
 def full_memory() -> int:
-    """Say that the memory is full, and what helps; returns the exit code."""
+    """Print that the memory is full, and the way out; returns the exit code."""
     if jax.default_backend() != "gpu":
         return fail(
             "the memory is full; give smaller numbers (--batch-size, --limit, --population-size), or end what else runs"
@@ -78,17 +85,17 @@ def full_memory() -> int:
 
 
 def _fault() -> int:
-    """The exception that is handled is none of the user's: a traceback. Where there are other processes, they end as well."""
+    """Print the traceback of the current exception, which is our fault, and end the other processes too."""
     if not hosts.in_company():
         raise
-    time.sleep(2)  # what failed may be the talk with a process that is gone: the end comes with that reason, then
+    time.sleep(2)  # the cause may be a lost connection to another process, which then ends this one with that reason
     os.write(2, traceback.format_exc().encode())
     return hosts.leave(1, "error: a fault in the program; its traceback is above, or on the stderr of that process")
 
 
 @contextlib.contextmanager
 def _output_path(flags: Flags, named: bool) -> Iterator[Flags]:
-    """The flags, with a folder of their own where the user names none: a new one, or with --resume the one written to last."""
+    """The flags with a run folder. If the user names none: a new one, or with --resume the latest one."""
     of_flags = flags.flat()
     folder: Path | None = of_flags.get("output_path")
     if folder is None or named:
@@ -103,7 +110,7 @@ def _output_path(flags: Flags, named: bool) -> Iterator[Flags]:
 
 
 def _make_deterministic() -> None:
-    """Give XLA its flag for it: XLA reads its flags once, when JAX looks for devices."""
+    """Set XLA's flag for determinism. XLA reads its flags once, when JAX looks for devices."""
     flags = os.environ.get("XLA_FLAGS", "")
     if DETERMINISTIC not in flags.split():
         os.environ["XLA_FLAGS"] = f"{flags} {DETERMINISTIC}".strip()

@@ -1,7 +1,7 @@
 """Compare LPES with its rivals: `run_comparison(CompareSettings.of(...))`, or `python -m lpes_jax.compare`.
 
-`run.py` runs the verb and has the table of methods, `checks.py` has what is refused before a model is opened. Names are
-imported when they are used.
+`run.py` runs the verb and has the table of methods; `checks.py` has the checks that need no model. Names are imported when they
+are first used.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Compare LPES with its rivals: accuracy by position, what it costs, and whether a difference is more than chance.
+"""Compare LPES with its rivals: accuracy by position, costs, and significance of the differences.
 
 Examples:
   python -m lpes_jax.compare --num-pairs 36 --key-length 8 --methods baseline uniform ntk_by_base --output-path OUT
@@ -8,14 +8,14 @@ Examples:
   python -m lpes_jax.compare --model DIR --task mdqa --data nq-open-oracle.jsonl.gz --distractors random --factors FILE
       the same on multi-document questions
 
-A method with settings of its own is tuned: of at most --budget settings the one with the best accuracy on --limit search
-questions is measured on --test-limit others, which all methods share. What a method costs is measured in this process, on
-the same prompts: the median of --repeats rounds, in which all methods take turns, and the memory that its program needs
-beside weights and prompts.
+A method with settings is tuned: at most --budget settings are tried on --limit search questions, and the most accurate one is
+measured on --test-limit other questions, the same for all methods. Costs are measured in this process on the same prompts: the
+median time of --repeats rounds, in which all methods take turns, and the memory of the method's program besides weights and
+prompts.
 
-OUT gets results.json, results.md, samples.jsonl, the picture positions.{png,svg}, and report.html, a page with all of it.
-A comparison that was cut off goes on with --resume: methods that were tuned and measured are not again. (MoICE's router is
-trained and positional channels are looked for once more; where these come out otherwise, that method is tuned anew.)
+OUT gets results.json, results.md, samples.jsonl, the plot positions.{png,svg}, and report.html, a page with all of them.
+--resume continues an interrupted comparison; methods that were tuned and measured are not repeated. (MoICE's router is trained
+again and positional channels are searched again; if the result differs, that method is tuned again.)
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""What is refused of a comparison before its model is opened, and before JAX is imported."""
+"""Checks of a comparison's settings that need no model and do not import JAX."""
 
 from lpes_jax.checks import check_examples, check_file, check_model_name
 from lpes_jax.choices import METHODS as NAMES
@@ -13,7 +13,7 @@ BASELINE = NAMES[0]
 
 
 def check(settings: CompareSettings) -> tuple[str, ...]:
-    """The methods that are asked for. Raises UserError for flags that cannot be, or contradict each other."""
+    """The requested methods. Raises UserError for flags that are invalid or contradict each other."""
     check_bounds(settings)
     check_positions(settings.questions.positions)
     check_once(settings.questions.metrics, "--metrics")
@@ -21,14 +21,14 @@ def check(settings: CompareSettings) -> tuple[str, ...]:
     if set(named) == {"all"}:
         return NAMES
     if "all" in named:
-        raise UserError(f"--methods {' '.join(named)}: all names every method; give it alone, or leave it out")
+        raise UserError(f"--methods {' '.join(named)}: all already means every method; use it without others, or remove it")
     if unknown := [name for name in named if name not in NAMES]:
         raise UserError(f"--methods {unknown[0]!r} is not known; the methods are: all, {', '.join(NAMES)}")
     return tuple(dict.fromkeys((BASELINE, *named)))
 
 
 def check_inputs(settings: CompareSettings) -> None:
-    """Raise UserError as `check` does, and for a task that cannot be, and for files that are not there or cannot be used."""
+    """Like `check`; also raises UserError for an invalid task, and for files that are missing or unusable."""
     check(settings)
     task = task_of(settings.task, max_new_tokens=settings.questions.max_new_tokens)
     if settings.task.task == "perplexity":

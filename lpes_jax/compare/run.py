@@ -60,14 +60,14 @@ METHODS: dict[str, Callable[[Tuning], list[Choice]]] = {
     "hidden_channel": hidden_channel.choices,
     "lpes": tables.lpes_choices,
 }
-"""What is compared, in the order of the tables, and the settings that are tried of each."""
+"""The compared methods in the order of the tables, and the settings that are tried for each."""
 _TIMED_PROMPTS = 8
 
 
 def run_comparison(settings: CompareSettings) -> dict[str, Any]:
     """Tune, measure, time; write the folder and print the table. Returns `results.json`.
 
-    Raises UserError where the settings, the model or the data cannot be used, or a method that was named cannot be had.
+    Raises UserError if the settings, the model or the data are unusable, or if a named method is not available.
     """
     started = time.time()
     names = check(settings)
@@ -103,7 +103,7 @@ def _compared(
     kept: Parts,
     started: float,
 ) -> tuple[dict[str, Any], list[Grid | str]]:
-    """`results.json`, which is written with all other files, and what to print."""
+    """The content of `results.json`, after all files are written, and the text to print."""
     places = slots_of(task, settings.questions.positions if task.num_items > 1 else (0,))
     config, refused = loaded.model.config, {}
     measured = partial(
@@ -135,14 +135,14 @@ def _compared(
             choices.pop(name, None)
             refused[name] = str(error)
     tunings, measurements = kept.records["tuned"], kept.records["measured"]
-    if BASELINE not in measurements:  # before any tuning: what is wrong with the questions or metrics shows here
+    if BASELINE not in measurements:  # before any tuning, so that errors in questions or metrics appear at once
         measured([Candidate(BASELINE)])
     with SearchProgress(len(choices) * len(held_out) * len(places)) as progress:
         scorer = _scorer(settings, loaded, task, searched, places)
         tuned: dict[str, tuple[Choice, list[dict[str, Any]]]] = {}
         for name, of_method in choices.items():
             settings_of = {choice.setting: choice for one in of_method for choice in (one, *one.then)}
-            if tunings.get(name, {}).get("setting") not in settings_of:  # or channels were found anew, and are others
+            if tunings.get(name, {}).get("setting") not in settings_of:  # or other channels were found
                 progress.note(f"tuning {name}")
                 choice, tried = _tune(scorer, of_method, config)
                 if name != BASELINE:
@@ -168,7 +168,7 @@ def _compared(
 
 
 def _check_tuned(record: dict[str, Any]) -> None:
-    """Raise KeyError, TypeError or ValueError for what is no record of a method's tuning."""
+    """Raise KeyError, TypeError or ValueError if this is not a record of a method's tuning."""
     if not isinstance(record["setting"], str):
         raise TypeError("a setting that is no text")
     for tried in record["tried"]:
@@ -180,11 +180,11 @@ def _check_tuned(record: dict[str, Any]) -> None:
 
 
 PARTS = {"tuned": _check_tuned, "measured": outcome_of}
-"""The records that are kept of each method until the results are written, and what checks one."""
+"""The record of each method that is kept until the results are written, and its check."""
 
 
 def _config(settings: CompareSettings, loaded: Loaded, found: LayerFactors | None) -> dict[str, Any]:
-    """All that decides a comparison's results, by content where it is a file's."""
+    """Everything that determines a comparison's results; files by their content."""
     files = {name: it for name in ("data", "router", "text") if (it := settings.flat()[name]) is not None}
     contents = {name: content_sha256(path, f"--{name} ") for name, path in files.items()}
     if found is not None:
@@ -219,7 +219,7 @@ def _tuning(settings: CompareSettings, loaded: Loaded, found: LayerFactors | Non
 def _scorer(
     settings: CompareSettings, loaded: Loaded, task: Any, examples: Sequence[Any], places: Sequence[tuple[int, int]]
 ) -> LikelihoodScorer | None:
-    """What tunes settings; None where the task has no short answers to expect: then the first setting is taken."""
+    """The scorer for tuning. None if the task has no short answers; then the first setting is used."""
     window = loaded.model.config.max_position_embeddings
     asked, _ = count_leaky(
         [task.prompt(example, *place) for example in examples for place in places], settings.questions.drop_leaky
@@ -246,7 +246,7 @@ def _scorer(
 
 
 def _tune(scorer: LikelihoodScorer | None, choices: Sequence[Choice], config: Any) -> tuple[Choice, list[dict[str, Any]]]:
-    """The best setting, by accuracy and then by likelihood on the search questions, and how all did."""
+    """The best setting, by accuracy and then likelihood on the search questions, and the record of all settings."""
     if scorer is None or (len(choices) == 1 and not choices[0].then):
         return choices[0], []
     tried: list[dict[str, Any]] = []
@@ -257,7 +257,7 @@ def _tune(scorer: LikelihoodScorer | None, choices: Sequence[Choice], config: An
         means = float(correct.mean()), float(log_likelihood.mean())
         finite = math.isfinite(means[1])
         tried.append({"setting": choice.setting, "accuracy": means[0], "log_likelihood": means[1] if finite else None})
-        return means if finite else (-math.inf, -math.inf)  # last; where it is the best, measuring it says what is wrong
+        return means if finite else (-math.inf, -math.inf)  # last; if it is the best, the measurement reports the error
 
     figures, best = max(((measured(choice), choice) for choice in choices), key=lambda it: it[0])
     return max([(figures, best), *((measured(choice), choice) for choice in best.then)], key=lambda it: it[0])[1], tried
@@ -266,12 +266,12 @@ def _tune(scorer: LikelihoodScorer | None, choices: Sequence[Choice], config: An
 def _costs(
     loaded: Loaded, prompts: Sequence[Any], candidates: Sequence[Candidate], repeats: int
 ) -> dict[str, dict[str, float | None]]:
-    """Of each method: passes a token, seconds a prompt (scored, with its answer), and the memory of its program in bytes."""
+    """Per method: passes per token, seconds per prompt (scored, with its answer), and its program's memory in bytes."""
     model = loaded.model
     asked = option_prompts(prompts) if prompts[0].options else prompts
     if all(prompt.answers for prompt in asked):
         encoded = encode(asked, loaded.tokenizer, model.config.max_position_embeddings)
-    else:  # long answers: the prompt alone is timed
+    else:  # long answers: only the prompt is timed
         ids = [loaded.tokenizer(prompt.text, add_special_tokens=True)["input_ids"] for prompt in asked]
         encoded = [EncodedPrompt(of_prompt[:-1], [of_prompt[-1:]]) for of_prompt in ids]
     batch = pack_rows([(prompt.ids, prompt.answers[0]) for prompt in encoded])
@@ -282,7 +282,7 @@ def _costs(
             method = candidate.method(model.config, batch.tokens.shape[1])
         programs[candidate.name] = method, *_compiled(model, batch, method)
     seconds: dict[str, list[float]] = {name: [] for name in programs}
-    order = np.random.default_rng(0)  # drawn anew each round: no method always comes behind the same one
+    order = np.random.default_rng(0)  # a new order each round, so that no method always follows the same one
     for _ in range(repeats + 1):
         for name in order.permutation(list(programs)):
             _, program, leaves = programs[name]
@@ -302,7 +302,7 @@ def _costs(
 
 
 def _compiled(model: Llama, batch: Batch, method: Method) -> tuple[Any, list[Any]]:
-    """The compiled program of a method, and its arguments: the leaves of all three."""
+    """The compiled program of a method, and its arguments: the leaves of all three parameters."""
     leaves, structure = jax.tree.flatten((model, batch, method))
 
     def scores(*leaves: Any) -> Any:
@@ -319,7 +319,7 @@ def _write(
     places: Sequence[tuple[int, int]],
     record: dict[str, Any],
 ) -> list[Grid | str]:
-    """Write the folder; what to print."""
+    """Write the folder and return the text to print."""
     positions = [position for _, position in places]
     title = f"{loaded.identity['name']}, {what}, {len(outcomes[0].main)} held-out questions"
     curves = {outcome.candidate.name: (outcome.main.mean(axis=0).tolist(), len(outcome.main)) for outcome in outcomes}

@@ -1,6 +1,7 @@
-"""What was understood of a model, and self-checks: `run_doctor(DoctorSettings.of(...))`, or `python -m lpes_jax.doctor`.
+"""The parsed config of a model, and self-checks: `run_doctor(DoctorSettings.of(...))`, or `python -m lpes_jax.doctor`.
 
-`run.py` has the checks of the model, `checks.py` what is refused before it is opened. Names are imported when they are used.
+`run.py` has the checks of the model; `checks.py` has the checks that need no model. Names are imported when they are first
+used.
 """
 
 from typing import TYPE_CHECKING

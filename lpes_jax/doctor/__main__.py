@@ -1,4 +1,4 @@
-"""What was understood of a model, and checks that it runs right on this machine.
+"""Print the parsed config of a model, and check that it computes correctly on this machine.
 
 Examples:
   python -m lpes_jax.doctor --model tiny-retriever

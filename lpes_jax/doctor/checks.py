@@ -1,4 +1,4 @@
-"""What is refused of a check-up before the model is opened, and before JAX is imported."""
+"""Checks of the doctor's settings that need no model and do not import JAX."""
 
 from importlib.util import find_spec
 
@@ -9,13 +9,13 @@ from lpes_jax.settings.doctor import DoctorSettings
 
 
 def check(settings: DoctorSettings) -> None:
-    """Raise UserError for flags that cannot be, and where torch is asked for and missing."""
+    """Raise UserError for invalid flags, and if torch is requested and missing."""
     check_bounds(settings)
     if settings.checks.compare_with_transformers and find_spec("torch") is None:
         raise UserError("--compare-with-transformers needs torch: pip install torch")
 
 
 def check_inputs(settings: DoctorSettings) -> None:
-    """Raise UserError as `check` does, and for a model that is not there."""
+    """Like `check`; also raises UserError for a missing model."""
     check(settings)
     check_model_name(settings.run.model)

@@ -1,4 +1,4 @@
-"""The verb doctor: what the loader made of a model's files, and checks of the model on this machine."""
+"""The verb doctor: the config that the loader parsed from a model's files, and checks of the model on this machine."""
 
 import shutil
 import tempfile
@@ -34,7 +34,7 @@ from lpes_jax.tasks.key_value import KeyValue
 from lpes_jax.tasks.prompts import token_ids
 
 NEW_TOKENS = 16
-NEAR_TIE = {"float32": 1e-3, "float16": 0.03, "bfloat16": 0.25}  # two best logits so close may change places
+NEAR_TIE = {"float32": 1e-3, "float16": 0.03, "bfloat16": 0.25}  # two best logits this close may be swapped by rounding
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -48,10 +48,10 @@ class Check:
 
 
 def run_doctor(settings: DoctorSettings) -> list[Check]:
-    """Print what was understood and the verdict of each check; return the checks.
+    """Print the parsed config and the verdict of each check; return the checks.
 
-    Raises UserError where the model cannot be loaded, where its logits are not finite (no other check says anything then), and
-    where torch is asked for and missing.
+    Raises UserError if the model cannot be loaded, if its logits are not finite (no other check is meaningful then), or if
+    torch is requested and missing.
     """
     check_flags(settings)
     checkpoint = open_checkpoint(resolve(settings.run.model))
@@ -73,7 +73,7 @@ def run_doctor(settings: DoctorSettings) -> list[Check]:
 
 
 def understood(checkpoint: Checkpoint, loaded: Loaded) -> Iterator[tuple[str, str]]:
-    """Names and values of what the loader made of the files."""
+    """Names and values of the config that the loader parsed from the files."""
     config, tokenizer = loaded.model.config, loaded.tokenizer
     leaves = jax.tree.leaves(nnx.split(loaded.model)[1])
     weights = sum(leaf.size for leaf in leaves)
@@ -125,7 +125,7 @@ def understood(checkpoint: Checkpoint, loaded: Loaded) -> Iterator[tuple[str, st
 
 
 def self_checks(loaded: Loaded, settings: DoctorSettings) -> Iterator[Check]:
-    """The checks, one after the other."""
+    """Run the checks one by one."""
     model, dtype = loaded.model, loaded.identity["dtype"]
     tokens = example_tokens(loaded, settings.checks.num_tokens)
     yield _tokens_fit(loaded)
@@ -139,7 +139,7 @@ def self_checks(loaded: Loaded, settings: DoctorSettings) -> Iterator[Check]:
 
 
 def example_tokens(loaded: Loaded, count: int) -> list[int]:
-    """`count` ids (fewer where the window is smaller) of key-value prompts, a text that any tokenizer takes."""
+    """`count` ids (fewer if the window is smaller) of key-value prompts, which any tokenizer can encode."""
     window = loaded.model.config.max_position_embeddings
     count = max(1, min(count, window - new_tokens(window)))
     pairs, ids = 4, list[int]()
@@ -151,13 +151,13 @@ def example_tokens(loaded: Loaded, count: int) -> list[int]:
 
 
 def new_tokens(window: int) -> int:
-    """How many tokens are generated: half of a short window."""
+    """The number of tokens to generate: half of the window if it is short."""
     return max(1, min(NEW_TOKENS, window // 2))
 
 
 def _rope_in_float32(model: Llama) -> Check:
-    # cos and sin of float32 angles against float64: the angle's own rounding is position x 2^-24, and a bfloat16 on the way
-    # would be off by 2^-9 of the angle. Positions must stay apart as well.
+    # Compare cos and sin of float32 angles with float64. The rounding error of an angle is position x 2^-24; an intermediate
+    # bfloat16 would have an error of 2^-9 of the angle. Positions must also stay distinguishable.
     config = model.config
     last = config.max_position_embeddings - 1
     table = config.rope_table(last + 1)
@@ -208,13 +208,13 @@ def _tokens_fit(loaded: Loaded) -> Check:
 
 
 def _tokens_are_the_files(loaded: Loaded, path: Path) -> Iterator[Check]:
-    """Hard texts through the loaded tokenizer, through tokenizer.json, and through the vocabulary of a .gguf file beside it."""
+    """Compare the ids of hard texts from the loaded tokenizer, from tokenizer.json, and from a .gguf file's vocabulary."""
     folder = path if path.is_dir() else path.parent
     if not (folder / "tokenizer.json").exists():
         return
     own, tokenizer = own_tokenizer(folder), loaded.tokenizer
     own.encode_special_tokens = tokenizer.split_special_tokens
-    added = [token.content for token in added_by_settings(own, tokenizer)]  # found in a text by the loaded one alone
+    added = [token.content for token in added_by_settings(own, tokenizer)]  # only the loaded one finds these in a text
     texts = [(kind, text) for kind, text in hard_texts() if not any(token in text for token in added)]
     yield _same_ids(
         "tokens are those of tokenizer.json", tokenizer, texts, lambda text: own.encode(text, add_special_tokens=False).ids
@@ -273,7 +273,7 @@ def _transformers_agrees(loaded: Loaded, tokens: list[int], settings: DoctorSett
 
 
 def _agreement(name: str, ours: Float[np.ndarray, "T V"], theirs: Float[np.ndarray, "T V"], dtype: str) -> Check:
-    """Two ways to the same logits: within a thousandth of their size in float32, and the same best token but for near ties."""
+    """Whether two computations of logits agree: within 0.001 of their size in float32, and in best tokens except near ties."""
     difference, size = float(np.abs(ours - theirs).max()), float(np.abs(theirs).max())
     chosen = ours.argmax(axis=-1)
     gap = theirs.max(axis=-1) - np.take_along_axis(theirs, chosen[:, None], axis=-1)[:, 0]

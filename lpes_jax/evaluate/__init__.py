@@ -1,7 +1,7 @@
 """Measure a model by the position of the fact: `run_evaluation(EvaluateSettings.of(...))`, or `python -m lpes_jax.evaluate`.
 
-`run.py` runs the verb, `checks.py` has what is refused before a model is opened, `perplexity.py` measures plain text. Names are
-imported when they are used.
+`run.py` runs the verb; `checks.py` has the checks that need no model; `perplexity.py` measures plain text. Names are imported
+when they are first used.
 """
 
 from typing import TYPE_CHECKING

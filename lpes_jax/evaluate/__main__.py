@@ -1,14 +1,14 @@
-"""Measure a model, with factors or without, by the position of the fact.
+"""Measure a model, with or without factors, by the position of the fact.
 
 Examples:
   python -m lpes_jax.evaluate --num-pairs 36 --key-length 8 --limit 100 --output-path OUT
-      the model as it is: its U curve
+      without factors: the U curve of the model
   python -m lpes_jax.evaluate --num-pairs 36 --key-length 8 --limit 100 --factors RUN/factors.json --output-path OUT
-      and what factors change, with a paired test
+      with and without factors, with a paired test
   python -m lpes_jax.evaluate --model DIR --data kv-retrieval-75_keys.jsonl.gz --num-pairs 75 --split all --output-path OUT
       lost-in-the-middle's own file
 
-OUT gets results.json (lm-evaluation-harness's layout), results.md, samples.jsonl and the picture positions.{png,svg}.
+OUT gets results.json (lm-evaluation-harness's layout), results.md, samples.jsonl and the plot positions.{png,svg}.
 """
 
 import sys

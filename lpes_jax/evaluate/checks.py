@@ -1,4 +1,4 @@
-"""What is refused of an evaluation before its model is opened, and before JAX is imported."""
+"""Checks of an evaluation's settings that need no model and do not import JAX."""
 
 from lpes_jax.checks import check_examples, check_model_name
 from lpes_jax.errors import UserError
@@ -11,7 +11,7 @@ from lpes_jax.tasks.prompts import check_once, check_positions, checked_stop
 
 
 def check(settings: EvaluateSettings) -> None:
-    """Raise UserError for flags that cannot be, or contradict each other."""
+    """Raise UserError for flags that are invalid or contradict each other."""
     check_bounds(settings)
     if not settings.questions.slots:
         check_positions(settings.questions.positions)
@@ -26,7 +26,7 @@ def check(settings: EvaluateSettings) -> None:
 
 
 def check_inputs(settings: EvaluateSettings) -> None:
-    """Raise UserError as `check` does, and for a task that cannot be, and for files that are not there or cannot be used."""
+    """Like `check`; also raises UserError for an invalid task, and for files that are missing or unusable."""
     check(settings)
     task, questions = task_of(settings.task, max_new_tokens=settings.questions.max_new_tokens), settings.questions
     if settings.factors.factors is not None:

@@ -30,10 +30,10 @@ def measure_perplexity(
     limit: int | None,
     batch_size: int | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
-    """`results.json` of the task, of at most `limit` windows, and a line for each candidate.
+    """The task's `results.json`, on at most `limit` windows, and a line for each candidate.
 
-    Windows longer than the model's are allowed: that is how extrapolation is measured. Raises UserError for a text that is
-    too short, for ids that the model does not have, and where logits are not finite.
+    Windows may be longer than the model's, to measure extrapolation. Raises UserError if the text is too short, if the model
+    does not have an id, or if logits are not finite.
     """
     everything = task.windows(loaded.tokenizer, split)
     windows = everything[:limit]
@@ -62,16 +62,16 @@ def measure_perplexity(
 
 
 def _finite(perplexity: float) -> float | None:
-    """As JSON has it: nothing where it is more than a float holds."""
+    """The value for JSON: None if it is infinite."""
     return perplexity if math.isfinite(perplexity) else None
 
 
 def text_nlls(
     model: Llama, windows: Sequence[Window], candidate: Candidate, batch_size: int = 1
 ) -> list[Float[np.ndarray, "T"]]:
-    """-log p of each token of each window. `batch_size` is windows a pass and device.
+    """-log p of each token of each window. `batch_size` is the number of windows per pass and device.
 
-    Raises UserError for ids that the model does not have, for windows without tokens, and where logits are not finite.
+    Raises UserError if the model does not have an id, if a window has no tokens, or if logits are not finite.
     """
     if batch_size < 1:
         raise UserError(f"batch_size must be at least 1, got {batch_size}")
@@ -86,7 +86,7 @@ def text_nlls(
     nlls: list[np.ndarray] = []
     for start in range(0, len(windows), batch_size):
         ids = [window.ids for window in windows[start : start + batch_size]]
-        rows = ids + [ids[0]] * (batch_size - len(ids))  # the last batch is as large as the others: one compilation
+        rows = ids + [ids[0]] * (batch_size - len(ids))  # pads the last batch, so that there is one compilation
         values = np.asarray(token_nll(model, jnp.array(rows, jnp.int32), method))[: len(ids)]
         if bad := [of_row for of_row, nll in zip(ids, values, strict=True) if not np.isfinite(nll).all()]:
             used, method = candidate.factors or LayerFactors.uniform(1.0, model.config.num_layers), candidate.method is not None

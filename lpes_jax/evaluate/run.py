@@ -30,10 +30,10 @@ from lpes_jax.tasks.metrics import effective_length
 
 
 def run_evaluation(settings: EvaluateSettings) -> list[Outcome]:
-    """Measure, write the folder, print the table; return the outcomes (of `perplexity` none, it is all in the folder).
+    """Measure, write the folder, print the table; return the outcomes (none for `perplexity`: its results are in the folder).
 
-    Of several processes (lpes_jax.hosts) the first one writes and prints. Raises UserError where the settings, the model or the
-    data cannot be used.
+    With several processes (lpes_jax.hosts) the first one writes and prints. Raises UserError if the settings, the model or the
+    data are unusable.
     """
     started = time.time()
     check(settings)
@@ -43,7 +43,7 @@ def run_evaluation(settings: EvaluateSettings) -> list[Outcome]:
     task = task_of(settings.task, max_new_tokens=questions.max_new_tokens)
     factors = None if path is None else LayerFactors.load(path)
     examples = []
-    if settings.task.task != "perplexity" and not questions.lengths:  # before the model is loaded: a bad file shows at once
+    if settings.task.task != "perplexity" and not questions.lengths:  # before loading the model: report a bad file at once
         examples = task.examples(questions.split, questions.limit, settings.run.seed)
     loaded = load(settings.run.model, settings.devices.dtype, make_mesh(settings.devices.model_axis))
     candidates = [] if settings.factors.only_factors else [Candidate(PLAIN, plain=True), Candidate(BASELINE)]
@@ -76,7 +76,7 @@ def run_evaluation(settings: EvaluateSettings) -> list[Outcome]:
 
 
 def _check_processes(settings: EvaluateSettings, loaded: Loaded, factors: LayerFactors | None) -> None:
-    """Raise UserError where several processes do not measure the same."""
+    """Raise UserError if the processes do not measure the same."""
     here = ("model", "data", "factors", "output_path")
     sha256 = {"factors": None if factors is None else factors.sha256}
     sha256 |= {"data": content_sha256(Path(settings.task.data))} if settings.task.data else {}
@@ -94,7 +94,7 @@ def _measure(
     chat: Chat | None,
     candidates: Sequence[Candidate],
 ) -> tuple[list[tuple[int, int]], list[Outcome]]:
-    """The places of the fact, and an outcome for each candidate that the task has prompts for."""
+    """The slots of the fact, and an outcome for each candidate that the task has prompts for."""
     if chat is not None:
         task = ChatTask(task, chat.render)
     questions = settings.questions
@@ -130,7 +130,7 @@ def _by_length(
     started: float,
     factors_model: dict[str, Any] | None,
 ) -> list[Outcome]:
-    """The task at each length: a heat map of depth and length for each candidate, and the length up to which it holds."""
+    """The task at each length: a heat map of depth and length for each candidate, and its effective length."""
     by_length: dict[int, list[Outcome]] = {}
     places: list[tuple[int, int]] = []
     for length in sorted(settings.questions.lengths):
@@ -162,7 +162,7 @@ def _write_by_length(
     positions: list[int],
     record: dict[str, Any],
 ) -> list[str]:
-    """The pictures, the page and results.json; what to print."""
+    """Write the plots, the page and results.json; return the text to print."""
     lengths, last, lines, pictures = list(by_length), by_length[max(by_length)], [], {}
     for at, outcome in enumerate(last):
         name = outcome.candidate.name

@@ -1,8 +1,8 @@
 """Write a model together with its factors as files for other libraries: `run_export(ExportSettings.of(...))`, or `python -m
 lpes_jax.export`.
 
-`run.py` puts the folder in place, whole or not at all; `lpes_jax.ship` has a module for each form. `checks.py` has what is
-refused before a model is opened. Names are imported when they are used.
+`run.py` writes the folder atomically; `lpes_jax.ship` has one module per format. `checks.py` has the checks that need no model.
+Names are imported when they are first used.
 """
 
 from typing import TYPE_CHECKING

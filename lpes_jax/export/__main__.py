@@ -1,4 +1,4 @@
-"""Write a model together with its factors as files for other libraries: neither jax nor lpes_jax is needed there.
+"""Write a model together with its factors as files for other libraries, which need neither jax nor lpes_jax.
 
 Examples:
   python -m lpes_jax.export --factors RUN/factors.json --output-path OUT
@@ -10,15 +10,16 @@ Examples:
   python -m lpes_jax.export --model model.gguf --factors RUN/factors.json --to gguf --output-path OUT
       a copy of a .gguf file, for llama.cpp and ollama
 
---to hf: OUT is a model folder in which the factors are a property of the files. Gains are in the query weights, and factors
-that all layers share in a RoPE of type longrope: a folder like any other, for any server. Other factors are in a modeling file,
-which transformers, vLLM and SGLang run with trust_remote_code; without it the folder does not load. `python OUT/self_test.py`
-compares transformers with self_test.json, which has prompts and log-probabilities for other servers too.
+--to hf: OUT is a model folder whose files contain the factors. Gains are in the query weights. Factors that all layers share
+are in a RoPE of type longrope; such a folder works in any server. Other factors are in a modeling file, which transformers,
+vLLM and SGLang run with trust_remote_code; without it the folder does not load. `python OUT/self_test.py` compares transformers
+with self_test.json, which also has prompts and log-probabilities for other servers.
 
---to hf-hook: the model as it is, the factors in config.json, and lpes_torch.py, whose apply_layer_factors(model) puts them into
-a loaded model (`python OUT/lpes_torch.py` is its self-test). from_pretrained(OUT) alone gives the model without factors.
+--to hf-hook: the unchanged model, with the factors in config.json, and lpes_torch.py, whose apply_layer_factors(model) applies
+them to a loaded model (`python OUT/lpes_torch.py` is its self-test). from_pretrained(OUT) by itself loads the model without
+factors.
 
-Weights that do not change are links, without --copy.
+Unchanged weights are links, unless --copy is given.
 """
 
 import sys

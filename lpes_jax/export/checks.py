@@ -1,4 +1,4 @@
-"""What is refused of an export before its model is opened, and before JAX is imported."""
+"""Checks of an export's settings that need no model and do not import JAX."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from lpes_jax.settings.export import ExportSettings
 
 
 def check(settings: ExportSettings) -> Path:
-    """The factors that are named. Raises UserError for flags that cannot be."""
+    """The path of the named factors. Raises UserError for invalid flags."""
     check_bounds(settings)
     if settings.factors.factors is None:
         raise UserError("--factors: give the factors.json of a search, or factors of the zoo by name (MODEL/NAME)")
@@ -18,6 +18,6 @@ def check(settings: ExportSettings) -> Path:
 
 
 def check_inputs(settings: ExportSettings) -> None:
-    """Raise UserError as `check` does, and for factors that cannot be used, and for a model that is not there."""
+    """Like `check`; also raises UserError for unusable factors, and for a missing model."""
     LayerFactors.load(check(settings))
     check_model_name(settings.run.model)

@@ -1,4 +1,4 @@
-"""The verb export: `run_export` checks what is asked, and puts the folder in place, whole or not at all."""
+"""The verb export: `run_export` checks the settings and writes the folder atomically."""
 
 import contextlib
 import os
@@ -26,27 +26,27 @@ from lpes_jax.store import output
 from lpes_jax.store.files import unwritable, write_json
 from lpes_jax.store.provenance import environment
 
-_RECORD = "exported.json"  # what a folder was made of
+_RECORD = "exported.json"  # the inputs of an exported folder
 _WRITERS = {"hf": write_hf_folder, "hf-hook": write_hook_folder, "gguf": write_gguf_folder}
-_TOLD_BY = (_RECORD, "lpes_torch.py")  # an exported folder; lpes_torch.py alone: of the first release
+_TOLD_BY = (_RECORD, "lpes_torch.py")  # files that identify an exported folder; only lpes_torch.py: by the first release
 
 
 def run_export(settings: ExportSettings) -> Path:
     """Write the folder and return its path.
 
-    It appears whole or not at all. Raises UserError where it is not empty, where the factors do not fit the model or are
-    another's, and where the model cannot be loaded.
+    It is written atomically. Raises UserError if the folder is not empty, if the factors do not fit the model or belong to
+    another, or if the model cannot be loaded.
     """
     given = check(settings)
     target = settings.run.output_path
     output.check(target, "export", overwrite=settings.run.overwrite)
     replaces = any((target / name).exists() for name in _TOLD_BY)
     if target.exists() and any(target.iterdir()) and not replaces:
-        raise UserError(f"--output-path {target}: exists and is not empty; give another, or remove it")
+        raise UserError(f"--output-path {target}: exists and is not empty; use another path, or remove it")
     factors = LayerFactors.load(given)
     source = resolve(settings.run.model)
     if replaces and target.resolve() in (source.resolve(), *source.resolve().parents):
-        raise UserError(f"--output-path {target} holds the model that is to be exported; give another folder")
+        raise UserError(f"--output-path {target} contains the model to export; give another folder")
     checkpoint = open_checkpoint(source)
     tokenizer = load_tokenizer(source)
     sha256 = checkpoint.sha256()
@@ -93,7 +93,7 @@ def run_export(settings: ExportSettings) -> Path:
 
 @contextlib.contextmanager
 def _temporary(target: Path) -> Iterator[str]:
-    """A folder beside `target`, which is removed in the end, also where a signal is that."""
+    """A temporary folder next to `target`, which is removed at the end, also after a signal."""
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name[:32]}-") as folder:
 
         def remove() -> None:

@@ -1,8 +1,9 @@
-"""How long a prompt a model reads reliably, and where in it not: `run_profile(ProfileSettings(...))`, `python -m
-lpes_jax.profile`.
+"""The prompt length up to which a model reads reliably, and the positions where it fails.
 
-`run.py` runs the verb, `checks.py` has what is refused before a model is opened. `grid.py` measures, `findings.py` says what it
-means, `text_loss.py` has the loss of plain text by position, `page.py` the files. Names are imported when they are used.
+Use `run_profile(ProfileSettings(...))`, or `python -m lpes_jax.profile`.
+
+`run.py` runs the verb; `checks.py` has the checks that need no model. `grid.py` measures, `findings.py` draws the conclusions,
+`text_loss.py` has the loss of plain text by position, `page.py` writes the files. Names are imported when they are first used.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""How long a prompt a model reads reliably, and where in it facts are lost: in minutes, without a network.
+"""Measure the prompt length up to which a model reads reliably, and the positions where it loses facts. Takes minutes, offline.
 
 Examples:
   python -m lpes_jax.profile --model tiny-retriever --minutes 3 --output-path OUT
@@ -6,11 +6,12 @@ Examples:
   python -m lpes_jax.profile --model DIR --lengths 1024 2048 4096 8192 --output-path OUT
       a model of your own, at these lengths
   python -m lpes_jax.profile --model DIR --factors RUN/factors.json --output-path OUT
-      before and with factors, on the same questions, with paired tests
+      without and with factors, on the same questions, with paired tests
 
-OUT gets profile.json (effective_length first), profile.md, report.html whose first line says what to take from it, and a heat
-map of each task. Effective length: the longest prompts whose worst position is above 85.6 % (RULER's number) of what the model
-answers with the fact alone, with 95 % confidence."""
+OUT gets profile.json (effective_length first), profile.md, report.html, which begins with the conclusion, and a heat map of
+each task. Effective length: the longest prompts at whose worst position the accuracy is above 85.6 % (RULER's number) of the
+accuracy
+with only the fact, with 95 % confidence."""
 
 import sys
 from collections.abc import Sequence

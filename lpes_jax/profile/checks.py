@@ -1,4 +1,4 @@
-"""What is refused of a profile before its model is opened, and before JAX is imported."""
+"""Checks of a profile's settings that need no model and do not import JAX."""
 
 from lpes_jax.checks import check_file, check_model_name
 from lpes_jax.errors import UserError
@@ -9,7 +9,7 @@ from lpes_jax.tasks.prompts import check_once, check_positions
 
 
 def check(settings: ProfileSettings) -> None:
-    """Raise UserError for flags that cannot be, and for a text that is not there."""
+    """Raise UserError for invalid flags, and for a missing text."""
     check_bounds(settings)
     check_positions(settings.grid.positions)
     check_once(settings.grid.lengths, "--lengths")
@@ -20,7 +20,7 @@ def check(settings: ProfileSettings) -> None:
 
 
 def check_inputs(settings: ProfileSettings) -> None:
-    """Raise UserError as `check` does, and for factors that cannot be used, and for a model that is not there."""
+    """Like `check`; also raises UserError for unusable factors, and for a missing model."""
     check(settings)
     if settings.factors.factors is not None:
         LayerFactors.load(settings.factors.factors)

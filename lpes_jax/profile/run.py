@@ -22,14 +22,14 @@ from lpes_jax.store import output
 from lpes_jax.store.files import write_json, write_text
 from lpes_jax.store.provenance import check_deterministic
 
-_CEILING_SHARE = 0.08  # of the time, for questions with the fact alone beyond the first ones
-_REPORT_SECONDS = 6.0  # kept for the pictures and the page
+_CEILING_SHARE = 0.08  # of the time, for further questions with only the fact
+_REPORT_SECONDS = 6.0  # reserved for the plots and the page
 
 
 def run_profile(settings: ProfileSettings) -> Grid:
-    """Measure for the time that is given, write the folder, print what it says; return what was measured.
+    """Measure for the given time, write the folder, print the conclusion; return the measurements.
 
-    Raises UserError where the settings, the model or the factors cannot be used.
+    Raises UserError if the settings, the model or the factors are unusable.
     """
     started = time.time()
     check(settings)
@@ -74,7 +74,7 @@ def run_profile(settings: ProfileSettings) -> Grid:
 
 
 def default_lengths(window: int) -> tuple[int, ...]:
-    """An eighth, a quarter and a half of the window or of 8,192 tokens, and that."""
+    """An eighth, a quarter, a half and all of the window, or of 8,192 tokens if that is less."""
     longest = min(window, 8192)
     return tuple(sorted({max(16, longest // part) for part in (8, 4, 2, 1)}))
 
@@ -86,8 +86,7 @@ def _config(settings: ProfileSettings, grid: Grid) -> dict[str, Any]:
 
 
 def _measure(grid: Grid, settings: ProfileSettings, deadline: float, progress: SearchProgress) -> dict[str, Any] | None:
-    """Blocks of questions until the deadline; before any column has its second one, the text's loss, where time is left for
-    it."""
+    """Ask blocks of questions until the deadline; measure the text's loss before any column has two blocks, if time allows."""
     text, asked, skipped, before = None, False, set[int](), None
     while True:
         column = grid.next(skipped)

@@ -1,6 +1,6 @@
 """Search a model's layer factors: `run_search(preset("quick"))`, or `python -m lpes_jax.search`.
 
-`run.py` runs the verb, `checks.py` has what is refused before a model is opened. Names are imported when they are used.
+`run.py` runs the verb; `checks.py` has the checks that need no model. Names are imported when they are first used.
 """
 
 from typing import TYPE_CHECKING

@@ -6,15 +6,15 @@ Examples:
   python -m lpes_jax.search --model DIR --num-pairs 50 --preset paper --output-path RUN
       the paper's search (Tables 9 and 12) on 200 examples, reported on 500 others
   python -m lpes_jax.search --model DIR --num-pairs 50 100 --preset best --text BOOK.txt --output-path RUN
-      by gradient, finer than a layer, on two lengths, with a plain text that must not become less likely
+      by gradient, finer than per layer, on two lengths, with a plain text that must not become less likely
   python -m lpes_jax.search --model DIR --mixture TASKS.toml --preset best --text BOOK.txt --text-window 512 2048
       on several tasks together (experiments/mixtures has such files), with text in windows of two lengths
   python -m lpes_jax.search --model DIR --num-pairs 50 --preset paper --output-path RUN --resume
-      go on where a run was cut off
+      resume an interrupted run
   python -m lpes_jax.search --model DIR --output-path RUN --coordinator-address HOST:PORT --num-processes 2 --process-id 0
-      over two hosts: on the other with --process-id 1; started by srun or mpirun, --distributed in place of the three
+      on two hosts: use --process-id 1 on the other; under srun or mpirun, use --distributed instead of the three
 
-The folder gets factors.json (give it to evaluate), results.json, results.md, samples.jsonl, history.jsonl and the two pictures.
+The folder gets factors.json (give it to evaluate), results.json, results.md, samples.jsonl, history.jsonl and two plots.
 """
 
 import sys

@@ -182,8 +182,8 @@ class Gradient:
 
         def penalty(parameters: Parameters) -> Float[Array, ""]:
             numbers = values(parameters)
-            of_layers = [space.of_layers(numbers.x, getattr(numbers, name)) for name in space.learnt]
-            return stay_close * jnp.stack([jnp.square(values - 1).mean() for values in of_layers]).sum()
+            learnt = [space.at_layers(numbers.x, getattr(numbers, name)) for name in space.learnt]
+            return stay_close * jnp.stack([jnp.square(values - 1).mean() for values in learnt]).sum()
 
         def on_look(look: Look, state: State) -> None:
             if look.step == 0 and not math.isfinite(look.loss):

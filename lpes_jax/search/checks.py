@@ -1,4 +1,4 @@
-"""What is refused of a search before its model is opened, and before JAX is imported."""
+"""Checks of a search's settings that need no model and do not import JAX."""
 
 import difflib
 import math
@@ -17,7 +17,7 @@ from lpes_jax.tasks.prompts import Task, check_once, check_positions
 
 
 def check(settings: SearchSettings) -> None:
-    """Raise UserError for flags that cannot be, or contradict each other."""
+    """Raise UserError for flags that are invalid or contradict each other."""
     check_bounds(settings)
     ga, gradient, space, fitness = settings.ga, settings.gradient, settings.space, settings.objective.fitness
     if settings.algorithm != "gradient" and ga.max_evaluations is None:
@@ -35,30 +35,34 @@ def check(settings: SearchSettings) -> None:
         close = difflib.get_close_matches(settings.algorithm, ALGORITHMS) or ["ga", "gradient", "cma_es"]
         raise UserError(f"--algorithm {settings.algorithm!r} is not known; did you mean {', '.join(close)}?")
     if ga.race and settings.algorithm == "gradient":
-        raise UserError("--race drops individuals, which --algorithm gradient has none of; leave it out")
+        raise UserError("--race drops individuals, and --algorithm gradient has none; remove --race")
     if settings.task.is_mixture:
         several = "--mixture" if settings.task.mixture is not None else f"--task {' '.join(settings.task.task)}"
         if ga.race:
-            raise UserError(f"{several}: --race compares questions of one task; leave it out")
+            raise UserError(f"{several}: --race compares questions of one task; remove it")
         if fitness == "metric":
-            raise UserError(f"{several}: --fitness metric is of one task; use accuracy or log_likelihood")
+            raise UserError(f"{several}: --fitness metric works with one task; use accuracy or log_likelihood")
     if ga.race and fitness == "metric":
-        raise UserError("--race: --fitness metric has individuals one by one generate text on all questions; leave --race out")
+        raise UserError("--race: --fitness metric makes individuals generate text one by one on all questions; remove --race")
     if space.parameter != "multiplier" and space.min_factor == 0:
         raise UserError("--min-factor must be above 0, got 0.0; --parameter multiplier takes 0")
     if space.parameter == "log" and settings.algorithm != "gradient":
-        raise UserError(f"--parameter log is how Adam moves; --algorithm {settings.algorithm} takes factor or multiplier")
+        raise UserError(
+            f"--parameter log needs --algorithm gradient; --algorithm {settings.algorithm} takes factor or multiplier"
+        )
     if space.parameter == "log" and gradient.box == "sigmoid":
-        raise UserError("--parameter log and --box sigmoid are two scales of one number; give one of them")
+        raise UserError("--parameter log and --box sigmoid are two scales of the same number; give one of them")
     if gradient.prune:
         if not 0 < gradient.prune <= 1:
             raise UserError(f"--prune {gradient.prune} must be from 0 (off) to 1: it is a share of --learning-rate")
         if settings.algorithm != "gradient" or gradient.box == "sigmoid" or space.curve not in ("free", "shared"):
             raise UserError("--prune goes with --algorithm gradient, --box clip and --curve free or shared")
         if gradient.steps < 2:
-            raise UserError(f"--prune needs --steps of 2 or more, half of which fit what is left; got {gradient.steps}")
+            raise UserError(
+                f"--prune needs --steps of at least 2, half of which train the remaining factors; got {gradient.steps}"
+            )
     if ga.max_evaluations is not None and settings.algorithm == "gradient":
-        raise UserError("--max-evaluations counts individuals, which --algorithm gradient has none of; give --steps")
+        raise UserError("--max-evaluations counts individuals, and --algorithm gradient has none; give --steps")
 
 
 def check_weights(weights: Sequence[float], positions: Sequence[int]) -> None:
@@ -66,14 +70,14 @@ def check_weights(weights: Sequence[float], positions: Sequence[int]) -> None:
     check_positions(positions, "--search-positions")
     shown = " ".join(map(str, weights))
     if len(weights) != len(positions):
-        places = " ".join(map(str, positions))
-        raise UserError(f"--weights {shown}: give one number for each of --search-positions {places}")
+        shown_positions = " ".join(map(str, positions))
+        raise UserError(f"--weights {shown}: give one number for each of --search-positions {shown_positions}")
     if not (all(weight >= 0 for weight in weights) and abs(sum(weights) - 1) <= 1e-6):  # false for NaN, too
         raise UserError(f"--weights must be numbers from 0 that sum to 1, got {shown}")
 
 
 def check_inputs(settings: SearchSettings) -> None:
-    """Raise UserError as `check` does, and for tasks that cannot be, and for files that are not there or cannot be used."""
+    """Like `check`; also raises UserError for invalid tasks, and for files that are missing or unusable."""
     check(settings)
     mixture, tasks = tasks_asked(settings)
     if mixture is None:
@@ -90,9 +94,9 @@ def check_inputs(settings: SearchSettings) -> None:
 
 
 def tasks_asked(settings: SearchSettings) -> tuple[Mixture | None, list[Task]]:
-    """The mixture of several tasks, and the tasks; without a mixture those are one task in each of its lengths.
+    """The mixture (None for a single task), and its tasks; a single task is listed once per length.
 
-    Raises UserError for tasks that cannot be, or that a search cannot use.
+    Raises UserError for invalid tasks, and for tasks that a search cannot use.
     """
     questions = settings.questions
     mixture = mixture_of(settings.task, questions.limit, questions.test_limit, max_new_tokens=questions.max_new_tokens)

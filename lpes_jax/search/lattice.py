@@ -1,6 +1,6 @@
-"""The lattice that the paper's genetic algorithm searches (Table 9): what is known without evosax.
+"""The lattice that the paper's genetic algorithm searches (Table 9). This module does not import evosax.
 
-evosax asks JAX for its devices when it is imported, which must not be before several processes have met (lpes_jax.hosts).
+Importing evosax makes JAX look for its devices, which must not happen before all processes are connected (lpes_jax.hosts).
 """
 
 import math
@@ -14,15 +14,16 @@ from lpes_jax.errors import UserError
 from lpes_jax.limits import check_bounds
 from lpes_jax.settings.search import GeneticSettings, SpaceSettings
 
-MAX_CODES = 65536  # values of one lattice axis: they are tabulated, and codes must be exact in float32
+MAX_CODES = 65536  # most values of a lattice axis: they are tabulated, and codes must be exact in float32
 
 
 @dataclass(frozen=True)
 class Lattice:
-    """The values of control points, on a lattice or continuous. Raises UserError where settings clash.
+    """The values of control points, on a lattice or continuous. Raises UserError if settings contradict each other.
 
-    `num_layers` counts the scaled layers; `initial_points` (x, y) replace the first individual of Eq. 8. Factors are without
-    unit, x in layers. A step of 0 makes its axis continuous. With `--learn both` a control point is (x, factor, gain).
+    `num_layers` counts the scaled layers; `initial_points` (x, y) replace the first individual of Eq. 8. Factors are
+    dimensionless, x is in layers. A step of 0 makes its axis continuous. With `--learn both` a control point is (x, factor,
+    gain).
     """
 
     num_layers: int
@@ -64,7 +65,7 @@ class Lattice:
 
     @property
     def boxes(self) -> dict[str, tuple[float, float, float]]:
-        """Lowest, highest and first value of what is learnt: of the factor (or multiplier), of the gain."""
+        """Minimum, maximum and initial value of each learnt number: factor (or multiplier), gain."""
         space = self.space
         of_factor = {"factor": (space.min_factor, space.max_factor, space.initial_factor)}
         of_gain = {"gain": (space.min_gain, space.max_gain, space.initial_gain)}
@@ -72,7 +73,7 @@ class Lattice:
 
     @property
     def axes(self) -> tuple[tuple[float, float, float], ...]:
-        """Lowest value, highest value and lattice step of x, and of y for each number that is learnt."""
+        """Minimum, maximum and lattice step of x, and of each learnt number."""
         x = 0.0, self.num_layers - 1.0, self.space.x_step
         return x, *((low, high, self.space.y_step) for low, high, _ in self.boxes.values())
 
@@ -107,7 +108,7 @@ class Lattice:
     def search_space(self) -> dict[str, int | None]:
         """Sizes (Appendix B): `paper` (|X| |Y|)^C, `valid` those in order (Eq. 10), `brute_force` |Y|^L; None if continuous.
 
-        |Y| is that of all numbers that are learnt together.
+        |Y| counts the combinations of all learnt numbers.
         """
         x, *of_y = (None if values is None else len(values) for values in self.lattices)
         y = None if None in of_y else math.prod(size for size in of_y if size)
@@ -121,7 +122,7 @@ class Lattice:
 def max_changes(settings: GeneticSettings, lattice: Lattice) -> tuple[float, ...]:
     """The largest change in a mutation (M_x, M_y) of each axis of the lattice; 0 pins it.
 
-    Raises UserError where sizes of the genetic algorithm clash, or a change is less than a step.
+    Raises UserError if sizes of the genetic algorithm contradict each other, or a change is smaller than a step.
     """
     check_bounds(settings)
     _require(settings.mutations + settings.crossovers > 0, "--mutations and --crossovers are both 0; give one of them")

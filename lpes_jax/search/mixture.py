@@ -6,15 +6,15 @@
     key_length = 8
     limit = 100                         # search examples; default: --limit
     test_limit = 150                    # held-out questions; default: --test-limit
-    weight = 2.0                        # of its loss, or of its fitness, beside the others' (default 1)
+    weight = 2.0                        # of its loss or fitness, relative to the other tasks (default 1)
 
     [[task]]
     task = "mdqa"
     data = "nq-open-oracle.jsonl.gz"    # paths start from this file's folder, or from --data-folder
     num_documents = "5:20"              # a length of its own for each example, drawn log-uniformly
 
-A block has the flags of its task by their names, with underscores or hyphens. The same task may come several times, with other
-data or in other forms. What is wrong is said in one line with the file, the block and the key.
+A block has the flags of its task, with underscores or hyphens. A task may have several blocks, with other data or settings.
+Errors are one line and name the file, the block and the key.
 """
 
 import re
@@ -47,9 +47,9 @@ _WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or 
 class Part:
     """One task of a mixture, of one length.
 
-    title: what tables, pictures and records call it; no other part has the same. limit, test_limit: search examples and
-    held-out questions. weight: of its loss or fitness, beside the others'. where: how a complaint about it begins. settings: of
-    the task, as they were given.
+    title: its unique name in tables, plots and records. limit, test_limit: numbers of search examples and held-out questions.
+    weight: of its loss or fitness, relative to the other parts. where: the beginning of its error messages. settings: of
+    the task, as given.
     """
 
     title: str
@@ -62,14 +62,14 @@ class Part:
 
     @contextmanager
     def told(self) -> Iterator[None]:
-        """A UserError in here says which part it is about."""
+        """Put `where` before the message of a UserError."""
         try:
             yield
         except UserError as error:
             raise UserError(f"{self.where}: {error}") from error
 
     def record(self) -> dict[str, Any]:
-        """What decides its questions and its part of the result, a file by its name and content."""
+        """Everything that determines its questions and its share of the result; a file by its name and hash."""
         values = {name: value for name, value in self.settings.items() if name != "data"}
         values |= {"task": self.task.name, "limit": self.limit, "test_limit": self.test_limit, "weight": self.weight}
         if isinstance(data := self.settings.get("data"), Path):
@@ -80,7 +80,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Tasks that are searched on together."""
+    """The tasks of one search."""
 
     parts: tuple[Part, ...]
 
@@ -94,7 +94,7 @@ class Mixture:
 
     @property
     def weights(self) -> list[float]:
-        """Of the parts; they sum to 1."""
+        """The weights of the parts, scaled so that they sum to 1."""
         total = sum(part.weight for part in self.parts)
         return [part.weight / total for part in self.parts]
 
@@ -103,17 +103,27 @@ class Mixture:
         return {part.title: part.record() for part in self.parts}
 
     def with_tasks(self, change: Callable[[Task[Any]], Task[Any]]) -> "Mixture":
-        """The same with every task changed, say asked in a chat."""
+        """The mixture with `change` applied to every task."""
         return Mixture(tuple(replace(part, task=change(part.task)) for part in self.parts))
 
 
 def mixture_of(flags: TaskSettings, limit: int, test_limit: int, **more: Any) -> Mixture | None:
-    """The mixture that the flags ask for; None for one task. `more`: settings that those tasks get that have them.
+    """The mixture that the flags ask for.
 
-    Raises UserError for a file that is no mixture, and for tasks that cannot be.
+    Args:
+        flags: The flags of tasks.
+        limit: Search examples of a part without its own limit.
+        test_limit: Held-out questions of a part without its own test_limit.
+        more: Settings for every task that has them.
+
+    Returns:
+        The mixture, or None for a single task.
+
+    Raises:
+        UserError: The file is not a mixture, or a task is invalid.
     """
     if flags.data_folder is not None and flags.mixture is None:
-        raise UserError("--data-folder is where the paths of --mixture start from; give --data with one task")
+        raise UserError("--data-folder is the folder of relative paths in --mixture; use --data for one task")
     if not flags.is_mixture:
         return None
     if flags.mixture is not None:
@@ -125,17 +135,17 @@ def _from_names(flags: TaskSettings, limit: int, test_limit: int, more: Mapping[
     names: Sequence[Any] = (flags.task,) if isinstance(flags.task, str) else flags.task
     flag = f"--task {' '.join(names)}"
     if len(set(names)) < len(names):
-        raise UserError(f"{flag}: a task stands there twice; give the forms of one task in a --mixture")
+        raise UserError(f"{flag}: a task is repeated; to use several forms of one task, write a --mixture")
     settings = given(flags)
     if unknown := next((name for name in settings if not any(name in settings_of(task) for task in names)), None):
-        raise UserError(f"{flag}: none of these tasks has --{_hyphens(unknown)}; leave it out")
-    of_file = [name for name in names if name not in GENERATED]
-    if len(of_file) > 1 and "data" in settings:
-        raise UserError(f"{flag}: one --data cannot be that of {' and '.join(of_file)}; give each its own in a --mixture")
+        raise UserError(f"{flag}: none of these tasks has --{_hyphens(unknown)}; remove it")
+    from_file = [name for name in names if name not in GENERATED]
+    if len(from_file) > 1 and "data" in settings:
+        raise UserError(f"{flag}: one --data cannot serve {' and '.join(from_file)}; give each its own in a --mixture")
     parts: list[Part] = []
     for name in names:
         own = {key: value for key, value in settings.items() if key in settings_of(name)}
-        if of_file and name in GENERATED:
+        if from_file and name in GENERATED:
             own.pop("data", None)
         _add(parts, name, own, limit, test_limit, 1.0, f"--task {name}", more)
     return Mixture(tuple(parts))
@@ -146,12 +156,11 @@ def _from_file(flags: TaskSettings, path: Path, limit: int, test_limit: int, mor
     named += [name for name in SETTINGS if getattr(flags, name) != getattr(TaskSettings, name)]
     if named:
         raise UserError(
-            f"--mixture {path} says what the tasks are: --{_hyphens(named[0])} would be of none of them, or of all; "
-            "write it into the file's blocks"
+            f"--mixture {path} defines the tasks, so --{_hyphens(named[0])} cannot be a flag; write it into the file's blocks"
         )
     folder = flags.data_folder or path.parent
     if not folder.is_dir():
-        raise UserError(f"--data-folder {folder}: no such folder; paths in --mixture start from there")
+        raise UserError(f"--data-folder {folder}: no such folder; paths in --mixture are relative to it")
     parts: list[Part] = []
     for number, block in enumerate(_blocks(path), 1):
         where = f"--mixture {path}, block {number}"
@@ -176,16 +185,16 @@ def _add(
     where: str,
     more: Mapping[str, Any],
 ) -> None:
-    """The tasks of one block, behind those that are there."""
+    """Append the tasks of one block to `parts`."""
     if name == "perplexity":
-        raise UserError(f"{where}: perplexity has no questions to search on; give its text as --text")
+        raise UserError(f"{where}: perplexity has no questions to search on; use --text for its text")
     try:
         tasks = make_tasks(name, settings, **more)
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
     for task in tasks:
         if same := next((part for part in parts if part.task == task), None):
-            raise UserError(f"{where}: the task {same.title!r} stands there twice; give it once, with a higher weight")
+            raise UserError(f"{where}: the task {same.title!r} is repeated; give it once, with a higher weight")
         lengths = {key: _length_of(task, key) for key in LENGTHS if key in settings}
         title = _title(name, task, settings)
         others = sum(part.title.split(" #")[0] == title for part in parts)
@@ -224,18 +233,18 @@ def _blocks(path: Path) -> list[dict[str, Any]]:
     except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(
-            f"--mixture {path}: cannot be read ({reason}); give a TOML file with a block [[task]] a task"
+            f"--mixture {path}: cannot be read ({reason}); give a TOML file with one [[task]] block per task"
         ) from error
     if others := [key for key in content if key != "task"]:
-        raise UserError(f"--mixture {path}: {others[0]} is no part of it; it has blocks [[task]] alone")
+        raise UserError(f"--mixture {path}: {others[0]} is not allowed; the file has only [[task]] blocks")
     blocks = content.get("task", [])
     if not isinstance(blocks, list) or not blocks or not all(isinstance(block, dict) for block in blocks):
-        raise UserError(f"--mixture {path}: it has no block [[task]] with task = its name; give one for each task")
+        raise UserError(f"--mixture {path}: has no [[task]] block; give one per task, with its name as task")
     return blocks
 
 
 def _read(block: dict[str, Any], where: str, folder: Path) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """A block's task, what it says of it besides, and the task's settings."""
+    """A block's task, the keys of the block itself (limit, test_limit, weight), and the task's settings."""
     name = block.get("task")
     if name not in TASKS:
         what = "has no key task" if name is None else f"task = {name!r} is not known"
@@ -248,10 +257,10 @@ def _read(block: dict[str, Any], where: str, folder: Path) -> tuple[str, dict[st
         if setting == "task":
             continue
         if setting in values:
-            raise UserError(f"{where} ({name}): {key} stands there twice, with a hyphen and with an underscore; give it once")
+            raise UserError(f"{where} ({name}): {key} is repeated, with a hyphen and with an underscore; give it once")
         hint = (_OWN | known).get(setting)
         if hint is None:
-            raise UserError(f"{where} ({name}): {key} is no key of it; it has: task, {', '.join([*_OWN, *known])}")
+            raise UserError(f"{where} ({name}): {key} is not one of its keys: task, {', '.join([*_OWN, *known])}")
         try:
             values[setting] = _typed(value, hint, folder)
             if isinstance(values[setting], Path):
@@ -263,7 +272,7 @@ def _read(block: dict[str, Any], where: str, folder: Path) -> tuple[str, dict[st
 
 
 def _typed(value: Any, hint: Any, folder: Path) -> Any:
-    """A value of TOML as the flag of this type has it. Raises TypeError for one of another type."""
+    """Convert a TOML value to a flag's type. Raises TypeError if it has another type."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         for option in inner:
@@ -276,7 +285,7 @@ def _typed(value: Any, hint: Any, folder: Path) -> Any:
             return value
     elif origin is tuple:
         if isinstance(value, list) and value:
-            return tuple(_typed(it, inner[0], folder) for it in value)
+            return tuple(_typed(entry, inner[0], folder) for entry in value)
     elif hint is Path:
         if isinstance(value, str) and value:
             return folder / value
@@ -298,7 +307,7 @@ def _words(hint: Any) -> str:
 
 
 def file_stem(title: str) -> str:
-    """A title as a part of a file's name."""
+    """A title as part of a file name."""
     return re.sub(r"\W+", "_", title).strip("_")
 
 

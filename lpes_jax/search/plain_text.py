@@ -1,4 +1,4 @@
-"""Plain text that factors must not make less likely: windows of a file, or text that the model writes itself.
+"""Plain text that factors must not make less likely: windows of a file, or text that the model generates.
 
 Letters: W windows, T tokens.
 """
@@ -21,7 +21,7 @@ from lpes_jax.settings.search import DEFAULT_WINDOW
 from lpes_jax.tasks.perplexity import Perplexity, Window
 
 GENERATED_WINDOWS = 64
-MOST_TOKENS = 2**18  # of the windows of one length among several
+MOST_TOKENS = 2**18  # in the windows of each length, if there are several lengths
 
 
 def text_windows(

@@ -36,14 +36,21 @@ from lpes_jax.tasks.flags import title_of
 
 
 def run_search(settings: SearchSettings, loaded: Loaded | None = None, measured: dict[Any, Any] | None = None) -> SearchResult:
-    """Load the model, search, measure what was found on held-out questions, and leave the run's folder.
+    """Load the model, search, measure the found factors on held-out questions, and write the run's folder.
 
-    `loaded`: what `load` gave for the settings' model, dtype and mesh, for several searches on one; `measured`: an empty dict
-    that all of these are given, so that what they measure alike (the model as it is) is measured once.
+    A run that is interrupted while it measures on held-out questions repeats that measurement when it is resumed.
 
-    Raises UserError where the settings, the model or the data cannot be used, before anything is searched, and Interrupted (a
-    KeyboardInterrupt) for a SIGINT or SIGTERM, when the batch under way is scored and saved: `resume` goes on from there. A
-    run that was cut off while it measured on held-out questions measures these anew.
+    Args:
+        settings: The settings of the search.
+        loaded: The result of `load` for the settings' model, dtype and mesh, to run several searches on one model.
+        measured: A dict that several searches share, empty at first, so that common measurements are made once.
+
+    Returns:
+        The result of the search.
+
+    Raises:
+        UserError: The settings, the model or the data are unusable. Raised before the search starts.
+        Interrupted: SIGINT or SIGTERM arrived (a KeyboardInterrupt). The current batch is scored and saved; `resume` continues.
     """
     started = time.time()
     check(settings)
@@ -54,7 +61,9 @@ def run_search(settings: SearchSettings, loaded: Loaded | None = None, measured:
     titles = [title_of(settings.task, task) for task in tasks] if mixture is None else mixture.titles
     start = None if settings.start.initial_factors is None else LayerFactors.load(settings.start.initial_factors)
     loaded = loaded or load(run.model, settings.devices.dtype, make_mesh(settings.devices.model_axis))
-    refuse_marked(loaded.model.config.mark, f"--model {loaded.identity['name']}")  # what is found could not be used with it
+    refuse_marked(
+        loaded.model.config.mark, f"--model {loaded.identity['name']}"
+    )  # factors found for it could not be used with it
     chat = make_chat(loaded.tokenizer, **settings.prompt.flat())
     if chat is not None:
         tasks = [ChatTask(task, chat.render) for task in tasks]
@@ -91,7 +100,7 @@ def run_search(settings: SearchSettings, loaded: Loaded | None = None, measured:
         given = preset_values(run.preset, settings.algorithm, mixture=from_file)
         write_page(folder.path, "search", head, settings, evaluation, text, pictures, result.factors.search, given)
         folder.settle()
-        write_json(folder.path / "results.json", evaluation)  # last: where it is, all is
+        write_json(folder.path / "results.json", evaluation)  # written last: if it exists, everything does
         shown.extend(parts)
         return result
 
@@ -104,7 +113,7 @@ def run_search(settings: SearchSettings, loaded: Loaded | None = None, measured:
 
 
 def _together(titles: Sequence[str], records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The records of several lengths as one: what a record has by task, it has by title."""
+    """Merge the records of several lengths; entries by task become entries by title."""
     merged = dict(records[-1])
     merged["results"] = {title: next(iter(it["results"].values())) for title, it in zip(titles, records, strict=True)}
     merged["methods"] = {title: it["methods"] for title, it in zip(titles, records, strict=True)}
@@ -120,7 +129,7 @@ def _report(
     model: str,
     figures: Sequence[dict[str, Any]],
 ) -> tuple[str, dict[str, Path], list[Grid | str]]:
-    """Write results.md and the pictures; the text, the pictures by their captions, and what to print when all is written."""
+    """Write results.md and the plots. Returns the text, the plots by their captions, and the text to print at the end."""
     drawn_numbers = _numbers_by_layer(result, settings, folder, model)
     shown: list[Grid | str] = []
     tables: list[str] = []
@@ -137,7 +146,7 @@ def _report(
             for outcome in drawn
         }
         name = "positions" if len(titles) == 1 else f"positions_{file_stem(what)}"
-        name = f"positions_{number}_{file_stem(what)[:60]}" if report.title else name  # titles may be long, and nearly alike
+        name = f"positions_{number}_{file_stem(what)[:60]}" if report.title else name  # titles may be long and similar
         pictures[f"Accuracy by position: {what}"] = u_curve(folder / name, positions, curves, title)[1]
         tables += [f"{what}\n"] if len(titles) > 1 or report.title else []
         for metric in report.outcomes[0].scores if report.title else [None]:
@@ -164,13 +173,13 @@ def _report(
 
 
 def _numbers_by_layer(result: SearchResult, settings: SearchSettings, folder: Path, model: str) -> dict[str, Path]:
-    """Pictures of the factors and gains that were learnt, by their captions."""
+    """Plots of the learnt factors and gains, by their captions."""
     found, pictures = result.factors, {}
     learnt = ("factors", "gains") if settings.space.learn == "both" else (settings.space.learn,)
     columns = {"factors": (found.factors, found.granularity), "gains": (found.gains, found.gains_granularity)}
     for at, what in enumerate(learnt):
         values, granularity = columns[what]
-        assert values is not None and granularity is not None  # what is learnt is there
+        assert values is not None and granularity is not None  # learnt numbers exist
         points, outline = None, None
         if result.control_points is not None and settings.space.curve in ("bezier", "linear", "step"):
             points = result.control_points[:, [0, 1 + at]]
@@ -195,7 +204,7 @@ def _numbers_by_layer(result: SearchResult, settings: SearchSettings, folder: Pa
 
 
 def _winners_curse(selection: dict[str, Any]) -> str:
-    """What a search score is worth."""
+    """A sentence on how far the search score overestimates the result."""
     chosen = f"Accuracy by the search's weights: the found factors, the best of {selection['chosen_of']}, have "
     chosen += f"{100 * selection['accuracy_where_chosen']:.1f} % on the questions that they were chosen on"
     curse = "the best of many is partly the luckiest (winner's curse)"

@@ -1,6 +1,6 @@
-"""What the settings of a search come to with a model: the layers that are scaled, the search space and its lattice.
+"""The settings of a search applied to a model: the scaled layers, the search space and its lattice.
 
-The flags themselves are in lpes_jax/settings/search.py; checks.py has what is refused without a model.
+The flags are defined in lpes_jax/settings/search.py; checks.py has the checks that need no model.
 """
 
 import re
@@ -17,10 +17,12 @@ from lpes_jax.settings.search import SearchSettings
 
 
 def scaled_layers(settings: SearchSettings, num_layers: int) -> range:
-    """The layers of a model of `num_layers` that the curve scales. Raises UserError where `--layers` names none or others."""
+    """The layers that the curve scales, of `num_layers`. Raises UserError if `--layers` is invalid or names no layer."""
     match = re.fullmatch(r"(\d*):(\d*)", settings.space.layers.strip())
     if match is None:
-        raise UserError(f"--layers {settings.space.layers!r} is no slice; give FIRST:END, say 2: for all but the first two")
+        raise UserError(
+            f"--layers {settings.space.layers!r} is not a slice; give FIRST:END, for example 2: for all but the first two"
+        )
     first, end = int(match[1] or 0), int(match[2]) if match[2] else num_layers
     if not 0 <= first < end <= num_layers:
         raise UserError(f"--layers {settings.space.layers!r}: the model has layers 0 to {num_layers - 1}, END is not included")
@@ -28,7 +30,7 @@ def scaled_layers(settings: SearchSettings, num_layers: int) -> range:
 
 
 def search_space(settings: SearchSettings, config: LlamaConfig, layers: range) -> Space:
-    """The space that the settings ask for; `layers` of the model are scaled. Raises UserError where there is none."""
+    """The space that the settings ask for; `layers` of the model are scaled. Raises UserError for invalid settings."""
     s, start = settings.space, settings.start.initial_factors
     standing = s.parameter == "multiplier"
     least = 0.0 if standing else np.nextafter(0.0, 1.0)
@@ -59,16 +61,16 @@ def search_space(settings: SearchSettings, config: LlamaConfig, layers: range) -
         units += (bands,)
     count = {"free": len(layers), "shared": half}.get(s.curve, 4 if s.control_points is None else s.control_points)
     if s.curve in ("free", "shared"):
-        what = f"a layer, {count}" if s.curve == "free" else f"a dimension, {count}"
+        what = f"per layer, {count}" if s.curve == "free" else f"per dimension, {count}"
         if s.control_points not in (None, count):
-            raise UserError(f"--curve {s.curve} has one control point {what}; leave --control-points out")
+            raise UserError(f"--curve {s.curve} has one control point {what}; remove --control-points")
     elif len(layers) < 2:
-        raise UserError(f"--curve {s.curve} runs over the scaled layers, and there is only one; use --curve free")
+        raise UserError(f"--curve {s.curve} needs two scaled layers or more, and there is only one; use --curve free")
     elif not 2 <= count <= len(layers):
         raise UserError(f"--control-points must be from 2 to the number of scaled layers, {len(layers)}, got {count}")
     if s.curve == "shared":
         if units:
-            raise UserError("--curve shared has one factor a dimension for all layers; leave --granularity out")
+            raise UserError("--curve shared has one factor per dimension for all layers; remove --granularity")
         granularity = "layer_band"
     space = Space(
         config.num_layers,
@@ -91,11 +93,11 @@ def search_space(settings: SearchSettings, config: LlamaConfig, layers: range) -
 
 
 def lattice_of(settings: SearchSettings, space: Space) -> Lattice:
-    """The lattice of the paper's genetic algorithm. Raises UserError where it cannot search the space."""
+    """The lattice of the paper's genetic algorithm. Raises UserError if it cannot search the space."""
     if space.y.ndim > 1:
         what = "gain" if space.learn == "gains" else "factor"
         raise UserError(
-            f"--algorithm ga moves one {what} a layer, not --granularity {space.granularity}; "
+            f"--algorithm ga searches one {what} per layer, not --granularity {space.granularity}; "
             "use --algorithm gradient or one of evosax's (cma_es, ...)"
         )
     start, points = settings.start.initial_factors, None
@@ -107,15 +109,15 @@ def lattice_of(settings: SearchSettings, space: Space) -> Lattice:
     lattice = Lattice(len(space.x) if pins_x else len(space.layers), len(space.x), settings.space, points)
     x = lattice.initial_genes[:, 0]
     if start is not None and not pins_x and len(space.layers) > 1 and (np.diff(x) <= 0).any():
-        at = int(np.argmax(np.diff(x) <= 0))
+        index = int(np.argmax(np.diff(x) <= 0))
         raise UserError(
-            f"--initial-factors {start}: the x {space.x[at]:g} and {space.x[at + 1]:g} are one place on the "
+            f"--initial-factors {start}: the x {space.x[index]:g} and {space.x[index + 1]:g} are the same on the "
             f"lattice of --x-step {settings.space.x_step:g}; give --x-step 0 (continuous)"
         )
     return lattice
 
 
 def check_gradient(settings: SearchSettings) -> None:
-    """Raise UserError for what gradient descent cannot do."""
+    """Raise UserError for settings that gradient descent does not support."""
     if settings.objective.fitness == "metric":
-        raise UserError("--fitness metric has no gradient; --algorithm gradient takes the answers' log-likelihood")
+        raise UserError("--fitness metric has no gradient; --algorithm gradient needs log_likelihood")

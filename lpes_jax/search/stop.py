@@ -1,4 +1,4 @@
-"""What ends a search early: its budget, or SIGINT and SIGTERM, with what is being scored finished and written first."""
+"""The early end of a search: by its budget, or by SIGINT or SIGTERM after the current batch is scored and written."""
 
 import contextlib
 import os
@@ -11,14 +11,14 @@ from lpes_jax.errors import Interrupted
 
 
 class BudgetSpent(Exception):
-    """Raised by what scores individuals to end the search."""
+    """Raised while individuals are scored, to end the search."""
 
 
 class GracefulStop:
-    """While it is entered, a SIGINT or SIGTERM waits until `check`, which raises Interrupted; a second one does not wait.
+    """A context manager that delays SIGINT and SIGTERM until `check`, which raises Interrupted. A second signal is not delayed.
 
-    Of several processes, a signal to one ends all, at the same `check`. Only a program's main thread can have signals; in
-    another, this does nothing. A command has its signals from `process`, a program from handlers that are set here.
+    With several processes, a signal to one ends all of them at the same `check`. Only the main thread of a program receives
+    signals; in other threads this does nothing. In a command, `process` handles the signals; otherwise handlers set here do.
     """
 
     def __init__(self):
@@ -41,7 +41,7 @@ class GracefulStop:
             self.check()
 
     def check(self) -> None:
-        """A place where a search may end."""
+        """Raise Interrupted if a signal has arrived. Call it where a search may end."""
         if number := max(hosts.gather(self._signal or 0)):
             raise Interrupted(number)
 
@@ -49,4 +49,6 @@ class GracefulStop:
         if self._signal is not None:
             raise Interrupted(number)
         self._signal = number
-        os.write(2, b"ending when the batch under way is scored and saved; once more to end now\n")  # print may be at work
+        os.write(
+            2, b"ending when the batch under way is scored and saved; once more to end now\n"
+        )  # a print may be in progress

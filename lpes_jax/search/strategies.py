@@ -1,18 +1,18 @@
-"""evosax's algorithms as searches in a box, by name: what the paper's genetic algorithm is compared with.
+"""evosax's algorithms as searches in a box, by name, for comparison with the paper's genetic algorithm.
 
-    chosen = strategy("cma_es", start, low=1.0, high=2.0, population_size=32)     # UserError if it cannot be
+    chosen = strategy("cma_es", start, low=1.0, high=2.0, population_size=32)     # or UserError
     run_strategy(chosen, score, seed=0, generations=20)     # score(generation, genes [P, N]) -> fitness [P], to be maximised
 
-`NAMES` are all of evosax's algorithms that need no argument of their own, under the names of their modules, and `random`:
-points that are uniform in the box. Whatever the algorithm:
+`NAMES` are all of evosax's algorithms without required arguments, by their module names, and `random`: uniform points in the
+box. For every algorithm:
 
 - `score` gets points inside the box only, and the first of all (individual 0 of generation 0) is `start`.
-- `score` may raise `BudgetSpent`: the search is over. The result is what `score` saw; `run_strategy` returns nothing.
-- A fitness that is not finite ranks behind all that are.
+- `score` may raise `BudgetSpent` to end the search. `run_strategy` returns nothing; `score` has seen all results.
+- A fitness that is not finite ranks below all finite ones.
 - The seed decides everything; keys are per generation, so a longer search begins with the shorter one, but for the
   algorithms that spread a schedule over the generations (below).
 
-How evosax, which knows no bounds and minimises, is driven:
+evosax has no bounds and minimises. It is driven as follows:
 
 - It sees u = (genes - middle of the box) / unit, and the unit is 0.15 of the box's width. So its defaults, which assume a
   first standard deviation of 1, hold for any box.
@@ -76,7 +76,7 @@ Score = Callable[[int, Float[np.ndarray, "P N"]], Float[np.ndarray, "P"]]
 
 @dataclass(frozen=True, eq=False)
 class Strategy:
-    """A search that can be run; made by `strategy`. The box is [low, high] in each of the N genes."""
+    """A search, made by `strategy`. The box is [low, high] in each of the N genes."""
 
     name: str
     start: Float[np.ndarray, "N"]
@@ -85,18 +85,18 @@ class Strategy:
     population_size: int
 
     def to_units(self, genes: Float[np.ndarray, "*P N"]) -> Float[np.ndarray, "*P N"]:
-        """What evosax sees of genes, float32."""
+        """Genes in evosax's units, float32."""
         width = self.high - self.low
         return ((genes - (self.low + self.high) / 2) / (UNIT * width)).astype(np.float32)
 
     def to_genes(self, units: Float[np.ndarray, "*P N"]) -> Float[np.ndarray, "*P N"]:
-        """The point of the box, float64, that is nearest to what evosax asks for."""
+        """The point of the box, float64, nearest to a point in evosax's units."""
         width = self.high - self.low
         return np.clip((self.low + self.high) / 2 + UNIT * width * units.astype(np.float64), self.low, self.high)
 
 
 def strategy(name: str, start: Float[np.ndarray, "N"], low: float, high: float, population_size: int) -> Strategy:
-    """A search by name (one of `NAMES`). Raises UserError for another name, a bad box or a population it cannot use."""
+    """A search by name (one of `NAMES`). Raises UserError for an unknown name, an invalid box or population size."""
     if name not in NAMES:
         close = difflib.get_close_matches(name.lower().replace("-", "_"), NAMES, n=3, cutoff=0.5)
         raise UserError(f"--algorithm {name} is not known; {'the closest are' if close else 'use'} {', '.join(close or NAMES)}")
@@ -111,22 +111,22 @@ def strategy(name: str, start: Float[np.ndarray, "N"], low: float, high: float, 
     chosen = Strategy(name, inside, low, high, population_size)
     if name == RANDOM:
         return chosen
-    if name == "lm_ma_es" and population_size > 2 * start.size:  # it would take the square root of a negative number
+    if name == "lm_ma_es" and population_size > 2 * start.size:  # otherwise it takes the square root of a negative number
         most = f"needs at most twice as many as the {start.size} numbers that it searches"
         raise UserError(f"--population-size {population_size}: --algorithm lm_ma_es {most}")
     try:
         _algorithm(name, population_size, start.size, generations=1)
-    except AssertionError as error:  # evosax's way to refuse
+    except AssertionError as error:  # evosax checks its arguments with assert
         raise UserError(f"--population-size {population_size}: --algorithm {name} refuses it: {error}") from None
     return chosen
 
 
 def run_strategy(strategy: Strategy, score: Score, seed: int, generations: int) -> None:
-    """Generation 0 and then `generations` more, or until `score` raises BudgetSpent.
+    """Run generation 0 and then `generations` more, or until `score` raises BudgetSpent.
 
     `score(generation, genes)` returns the fitness of genes [P, N] (float64, inside the box), which is maximised. Generation 0
-    of a distribution-based algorithm is the start alone (P = 1). Raises UserError when an algorithm has lost itself in
-    points that are not finite.
+    of a distribution-based algorithm is the start alone (P = 1). Raises UserError if an algorithm produces points
+    that are not finite.
     """
     search = _sample if strategy.name == RANDOM else _evolve
     with contextlib.suppress(BudgetSpent):
@@ -153,7 +153,7 @@ def _evolve(strategy: Strategy, score: Score, generations: int, key: jax.Array) 
         state = algorithm.init(key_init, strategy.to_units(strategy.start), params)
     for generation in range(1, generations + 1):
         key_ask, key_tell = jax.random.split(jax.random.fold_in(key, generation + 1))
-        state = jax.tree.map(np.asarray, state)  # not weakly typed: JAX would compile everything twice
+        state = jax.tree.map(np.asarray, state)  # removes weak types, for which JAX would compile everything twice
         with jax.default_matmul_precision("highest"):
             asked, state = jax.tree.map(np.asarray, algorithm.ask(key_ask, state, params))
         if not np.isfinite(asked).all():
@@ -170,13 +170,13 @@ def _evolve(strategy: Strategy, score: Score, generations: int, key: jax.Array) 
 
 
 def _uniform(strategy: Strategy, key: jax.Array, start: bool) -> Float[np.ndarray, "P N"]:
-    """A generation that is uniform in the box, float64; if asked for, its individual 0 is the start."""
+    """A uniform generation in the box, float64. With `start`, its individual 0 is the start."""
     share = np.asarray(jax.random.uniform(key, (strategy.population_size, len(strategy.start))), np.float64)
     genes = np.clip(strategy.low + share * (strategy.high - strategy.low), strategy.low, strategy.high)
     return np.concatenate([strategy.start[None], genes[1:]]) if start else genes
 
 
-@cache  # an algorithm is compiled by its identity: another seed needs no other
+@cache  # JAX caches programs by the identity of the algorithm; other seeds share it
 def _algorithm(name: str, population_size: int, num_genes: int, generations: int) -> Any:
     kind = _CLASSES[name]
     options: dict[str, Any] = {}
@@ -190,10 +190,10 @@ def _algorithm(name: str, population_size: int, num_genes: int, generations: int
 
 
 class _Costs:
-    """Fitness as evosax is told it: to be minimised, without scale and finite (see the top of this file)."""
+    """Fitness converted for evosax: minimised, scaled and finite (see the top of this file)."""
 
     def __init__(self):
-        self.seen = np.zeros(0)  # the first, the lowest and the highest fitness so far, once there is one
+        self.seen = np.zeros(0)  # empty, or the first, the lowest and the highest fitness so far
         self.scale = 0.0
         self.worst = 0.0
 

@@ -10,11 +10,11 @@ from lpes_jax.settings.tree import Settings, when
 
 @dataclass(frozen=True)
 class GridSettings(Settings):
-    """What is asked."""
+    """The questions."""
 
     lengths: tuple[int, ...] = ()
     """Tokens of a prompt (default: an eighth, a quarter, half, all).
-    The answer included. Of the model's window, or of 8192 tokens where that is longer."""
+    Includes the answer. Of the model's window, or of 8192 tokens if the window is longer."""
     positions: tuple[int, ...] = (0, 25, 50, 75, 100)
     """Positions of the fact, in percent."""
     tasks: tuple[ProfileTask, ...] = ("kv", "single_1", "multikey_2", "multikey_3", "vt")
@@ -34,10 +34,10 @@ class JudgementSettings(Settings):
 
     minutes: float = 5.0
     """Time for the whole run, loading and compiling included.
-    Cells that it does not suffice for stay grey."""
+    Cells that are not reached in time stay grey."""
     threshold: float = 0.856
     """Share of the ceiling that counts as reliable (RULER's number).
-    The least share of what is answered with the fact alone that the worst position may have."""
+    The accuracy at the worst position, as a share of the accuracy with only the fact."""
     confidence: float = 0.95
     """Probability with which all bounds hold together."""
 

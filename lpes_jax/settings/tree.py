@@ -1,12 +1,12 @@
-"""Trees of flags: each flag is found by its name alone, whichever group it is in.
+"""Trees of flags. A flag is found by its name, whichever group it is in.
 
-What the short `--help` shows of a flag is said where the flag is defined (`lpes_jax.help` reads it):
+The definition of a flag says when the short `--help` shows it (`lpes_jax.help` reads this):
 
     limit: int = 500                                  # always shown
     num_pairs: int | None = when(None, task="kv")     # shown with --task kv
-    crossover_tries: int = rare(4)                    # shown by --help-all alone
+    crossover_tries: int = rare(4)                    # shown only by --help-all
 
-The first line of the text below a flag is what `--help` shows, a sentence of its own; `--help-all` shows all of it.
+`--help` shows the first line of the docstring below a flag, which is a sentence; `--help-all` shows all of it.
 """
 
 import dataclasses
@@ -17,13 +17,13 @@ WHEN, RARE = "when", "rare"  # in the metadata of a field
 
 
 def when(default: Any, **flags: str | tuple[str, ...]) -> Any:
-    """A flag, or a group of them, that `--help` shows where each of `flags` has the value, or one of the values, given here."""
+    """A flag or group that `--help` shows if each of `flags` has the given value, or one of the given values."""
     values = {name: (value,) if isinstance(value, str) else value for name, value in flags.items()}
     return dataclasses.field(default=default, metadata={WHEN: values})
 
 
 def rare(default: Any) -> Any:
-    """A flag, or a group of them, that `--help-all` alone shows."""
+    """A flag or group that only `--help-all` shows."""
     return dataclasses.field(default=default, metadata={RARE: True})
 
 
@@ -33,11 +33,11 @@ class Settings:
 
     @classmethod
     def of(cls: type[Tree], **flags: Any) -> Tree:
-        """The defaults with other values of some flags. Raises TypeError for a name that is no flag of this tree."""
+        """The defaults with other values of some flags. Raises TypeError if a name is not a flag of this tree."""
         return cls().replace(**flags)
 
     def replace(self: Tree, **flags: Any) -> Tree:
-        """The same with other values of some flags. Raises TypeError for a name that is no flag of this tree."""
+        """The same with other values of some flags. Raises TypeError if a name is not a flag of this tree."""
         if unknown := [name for name in flags if name not in self.flat()]:
             raise TypeError(f"{type(self).__name__} has no flag {unknown[0]!r}")
         changes: dict[str, Any] = {}
@@ -50,7 +50,7 @@ class Settings:
         return dataclasses.replace(self, **changes)
 
     def flat(self) -> dict[str, Any]:
-        """The values of all flags by their names, group after group."""
+        """The values of all flags by name, in the order of the groups."""
         found: dict[str, Any] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -58,9 +58,9 @@ class Settings:
         return found
 
     def defaults_with(self: Tree, given: Any) -> Tree:
-        """These defaults with what the flags of `given` choose as others: of a search, its preset."""
+        """These defaults, changed as the flags of `given` demand; in a search: by its preset."""
         return self
 
     def chosen(self) -> dict[str, Any]:
-        """The flags by whose values `--help` decides what it shows."""
+        """The flags whose values determine what `--help` shows."""
         return self.flat()

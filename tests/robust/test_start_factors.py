@@ -57,14 +57,14 @@ def refused(path: Path, message: str, **changes: Any) -> None:
         ([[0, 2.00001], [1, 1], [3, 1], [5, 1]], "control point 0 has the factor 2.00001, above --max-factor 2"),
         ([[0, 1], [0, 1], [3, 1], [5, 1]], r"the control points 0 and 1 have x 0 and 0; x must increase \(Eq. 10\)"),
         ([[0, 1], [3, 1], [2, 1], [5, 1]], "the control points 1 and 2 have x 3 and 2; x must increase"),
-        ([[-5, 1], [1, 1], [3, 1], [5, 1]], "control point 0 has x -5; x goes from 0 to 5, the last of the layers"),
-        ([[0, 1], [1, 1], [3, 1], [30, 1]], "control point 3 has x 30; x goes from 0 to 5"),
+        ([[-5, 1], [1, 1], [3, 1], [5, 1]], "control point 0 has x -5; x must be from 0 to 5, the last layer"),
+        ([[0, 1], [1, 1], [3, 1], [30, 1]], "control point 3 has x 30; x must be from 0 to 5"),
         ([[0, 1], [1, 1], [math.nan, 1], [5, 1]], "control_points of the curve must be lists of finite numbers"),
         ([[0, 1], [1, 1], ["a", 1], [5, 1]], "control_points of the curve must be lists of finite numbers"),
         ([[0, 1], [1, 1], [3], [5, 1]], "control_points of the curve must be lists of finite numbers"),
         ([[0, 1], [1, 1], None, [5, 1]], "control_points of the curve must be lists of finite numbers"),
-        ([[0, 1], [5, 1]], "holds no 4 control points"),
-        ([0, 1, 3, 5], "holds no 4 control points"),
+        ([[0, 1], [5, 1]], "does not contain 4 control points"),
+        ([0, 1, 3, 5], "does not contain 4 control points"),
         ("abcd", "control_points of the curve must be lists of finite numbers"),
         ({"x": 1}, "control_points of the curve must be lists of finite numbers"),
     ],
@@ -76,16 +76,16 @@ def test_control_points_against_the_rules(tmp_path, points, message):
 def test_control_points_of_other_layers(tmp_path):
     path = found(tmp_path / "f.json", [[0, 1], [1, 1], [2, 1], [3, 1]], layers=[2, 5])
     refused(
-        path, r"its curve goes over the layers \[2, 5\] \(first and last\), that of this search over \[0, 5\]; give --layers"
+        path, r"its curve spans the layers \[2, 5\] \(first and last\), and this search spans \[0, 5\]; use the same --layers"
     )
     assert space(path, layers="2:").x.tolist() == [0, 1, 2, 3]
-    refused(found(tmp_path / "g.json", POINTS), "over the layers .0, 5.*over .2, 5.", layers="2:")
+    refused(found(tmp_path / "g.json", POINTS), "spans the layers .0, 5.*spans .2, 5.", layers="2:")
     old = found(tmp_path / "old.json", POINTS)  # the first release wrote no layers
     record = json.loads(old.read_text())
     del record["curve"]["layers"]
     old.write_text(json.dumps(record))
     assert space(old).x.tolist() == [x for x, _ in POINTS]
-    refused(old, "control point 3 has x 5; x goes from 0 to 3", layers="2:")
+    refused(old, "control point 3 has x 5; x must be from 0 to 3", layers="2:")
 
 
 def test_free_factors_outside_the_box(tmp_path):
@@ -100,7 +100,9 @@ def test_free_factors_outside_the_box(tmp_path):
 
 def test_layers_that_are_left_out_have_factor_1(tmp_path):
     path = found(tmp_path / "f.json", factors=[1, 1.25, 1.5, 1, 1, 1])
-    refused(path, "layer 1 has factor 1.25, and --layers leaves that layer as it is; widen --layers", curve="free", layers="2:")
+    refused(
+        path, "layer 1 has factor 1.25, and --layers does not include that layer; widen --layers", curve="free", layers="2:"
+    )
     assert space(path, curve="free", layers="1:").y.tolist() == [1.25, 1.5, 1, 1, 1]
     assert space(path, curve="free", layers="1:3").y.tolist() == [1.25, 1.5]
 
@@ -119,7 +121,7 @@ def test_a_lattice_may_not_join_control_points(tmp_path):
     path = found(tmp_path / "f.json", [[0, 1], [0.4, 1], [3, 1], [5, 1]])
     s = SearchSettings.of(initial_factors=path)
     with pytest.raises(
-        UserError, match=f"--initial-factors {path}: the x 0 and 0.4 are one place on the lattice of --x-step 1; "
+        UserError, match=f"--initial-factors {path}: the x 0 and 0.4 are the same on the lattice of --x-step 1; "
     ):
         lattice_of(s, space(path))
     s = SearchSettings.of(initial_factors=path, x_step=0.0)

@@ -100,7 +100,7 @@ def test_searches_of_gains_and_of_both(model_folder, tmp_path, algorithm, capsys
         np.testing.assert_allclose(first["factors"], found.factors, atol=1e-6)
         capsys.readouterr()
         assert main([*further[:-1], str(tmp_path / "no"), "--learn", "factors"]) == 2
-        assert "has gains, which --learn factors would leave out; give --learn both" in capsys.readouterr().err
+        assert "has gains, which --learn factors would ignore; use --learn both" in capsys.readouterr().err
         assert not (tmp_path / "no").exists()
 
 
@@ -271,13 +271,13 @@ def test_the_genetic_algorithm_moves_factors_and_gains_over_one_x(tiny_config):
         ({"min_factor": 0.0}, "--min-factor must be above 0, got 0.0"),
         ({"prune": 1.5, "algorithm": "gradient"}, "--prune must be at most 1 .* got 1.5"),
         ({"prune": 0.5}, "--prune goes with --algorithm gradient, --box clip and --curve free or shared"),
-        ({"prune": 0.5, "algorithm": "gradient", "curve": "free", "steps": 1}, "--prune needs --steps of 2 or more"),
-        ({"parameter": "log"}, "--parameter log is how Adam moves; --algorithm ga takes factor or multiplier"),
+        ({"prune": 0.5, "algorithm": "gradient", "curve": "free", "steps": 1}, "--prune needs --steps of at least 2"),
+        ({"parameter": "log"}, "--parameter log needs --algorithm gradient; --algorithm ga takes factor or multiplier"),
         ({"parameter": "log", "algorithm": "gradient", "box": "sigmoid"}, "--parameter log and --box sigmoid are two scales"),
         ({"learn": "gains", "min_gain": 0.21, "control_points": 3}, "--max-gain 4.0 is not on the lattice 0.21"),
         (
             {"learn": "gains", "granularity": "layer_band", "bands": 2, "curve": "free"},
-            "ga moves one gain a layer, not --granularity layer_band",
+            "ga searches one gain per layer, not --granularity layer_band",
         ),
     ],
 )
@@ -306,12 +306,12 @@ def test_a_search_starts_from_gains_and_multipliers_that_were_found(tiny_config)
     assert plain.y.tolist() == [1, 1.5, 2] and plain.g is not None and plain.g.tolist() == [1, 1, 1]
     low = space(max_gain=2.0, parameter="multiplier", min_factor=0.0)
     for words, where, file in (
-        ("f.json: has gains, which --learn factors would leave out", space(learn="factors"), found),
-        ("f.json: has factors other than 1, which --learn gains would leave out", space(learn="gains"), found),
+        ("f.json: has gains, which --learn factors would ignore", space(learn="factors"), found),
+        ("f.json: has factors other than 1, which --learn gains would ignore", space(learn="gains"), found),
         ("f.json: layer 2 has the factor inf, which is not finite", space(), found),
         ("f.json: .* has the gain .* above --max-gain 2; widen --max-gain", low, found),
         ("f.json: 2 layers of factors, but the model has 3", space(), LayerFactors(np.ones(2), gains=np.ones(2))),
-        ("holds no 3 control points of a bezier curve for --learn both", space(curve="bezier", control_points=3), found),
+        ("does not contain 3 control points of a bezier", space(curve="bezier", control_points=3), found),
     ):  # fmt: skip
         with pytest.raises(UserError, match=words):
             where.starting_from(file, "f.json")

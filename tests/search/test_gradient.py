@@ -314,7 +314,7 @@ def test_spaces_start_from_factors_found_before(tiny_config, tmp_path):
     settings = SearchSettings.of(curve="bezier", control_points=3, initial_factors=tmp_path / "found.json")
     assert lattice_of(settings, bezier).initial_genes.tolist() == [[0, 6], [1, 16], [2, 20]]  # 0.5 + 0.05 k
     for changes in ({"control_points": 2}, {"curve": "linear", "control_points": 3}):
-        with pytest.raises(UserError, match="found.json: holds no .* control points"):
+        with pytest.raises(UserError, match="found.json: does not contain .* control points"):
             space(**{"curve": "bezier"} | changes)
 
 
@@ -391,9 +391,9 @@ def test_paper_preset_of_the_gradient_is_appendix_c():
         ({"fitness": "metric"}, "--fitness metric has no gradient"),
         ({"limit": 1}, "--limit 1 leaves no question to learn from"),
         ({"granularity": "layer_band", "bands": 3}, "--bands 3 must divide the 4 frequencies"),
-        ({"granularity": "layer_band", "bands": 2, "algorithm": "ga"}, "--algorithm ga moves one factor a layer"),
-        ({"curve": "shared", "granularity": "layer_band", "bands": 2}, "leave --granularity out"),
-        ({"curve": "shared", "control_points": 3}, "one control point a dimension, 4"),
+        ({"granularity": "layer_band", "bands": 2, "algorithm": "ga"}, "--algorithm ga searches one factor per layer"),
+        ({"curve": "shared", "granularity": "layer_band", "bands": 2}, "remove --granularity"),
+        ({"curve": "shared", "control_points": 3}, "one control point per dimension, 4"),
         ({"move_x": True}, "--move-x: --curve free has no x to move"),
         ({"initial_factor": 3.0}, "--initial-factor 3.0 must lie from --min-factor 0.5"),
         ({"num_pairs": (3, 3)}, "--num-pairs 3 3: a length is repeated"),

@@ -98,7 +98,7 @@ def test_units_are_haystacks_and_eighths_have_as_much_of_each_task():
 
 
 def test_a_race_is_refused_where_it_makes_no_sense():
-    with pytest.raises(UserError, match="--race drops individuals, which --algorithm gradient has none of"):
+    with pytest.raises(UserError, match="--race drops individuals, and --algorithm gradient has none"):
         check(preset("default", race=True, algorithm="gradient"))
     with pytest.raises(UserError, match="--race: --fitness metric"):
         check(preset("default", race=True, fitness="metric"))

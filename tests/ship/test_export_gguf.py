@@ -95,7 +95,7 @@ def test_it_is_replaced_with_overwrite_alone(settings, tmp_path):
     LayerFactors(np.ones(2), gains=GAINS[::-1].copy(), gains_granularity="layer_band").save(tmp_path / "f.json")
     run_export(settings.replace(overwrite=True))
     assert patched.read_bytes() != first
-    with pytest.raises(UserError, match="holds the model that is to be exported"):
+    with pytest.raises(UserError, match="contains the model to export"):
         run_export(settings.replace(overwrite=True, model=str(patched)))
     assert patched.exists()
 

@@ -1,0 +1,98 @@
+"""Rates, gains and both, and controls with as many numbers: the table of a folder of cells, by target.
+
+    python experiments/gains_tables.py experiments/results/gains/smollm2_kl
+
+A cell is what `transfer.py` or `controls.py` measured of one search: `METHOD_seedN.json`, and `baseline.json` of the model as
+it is. Writes tables.md and summary.json there. Of several seeds each question counts with its mean. p: paired permutation over
+questions, with Holm's correction over the targets of a column; the interval is the 95 % one of the paired difference.
+"""
+
+import json
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from grid import markdown_table, show_p
+from jaxtyping import Float
+from transfer import is_text
+
+from lpes_jax.statistics import holm, paired_permutation_test, standard_error
+from lpes_jax.store.files import write_json, write_text
+
+NAMES = {"factors": "factors", "gains": "gains", "both": "both", "norm_gain": "norm gains", "adapter": "adapter"}
+NOT_SEARCHED = ("30 pairs", "160 sentences", "alone", "rows_", "fiction")
+ABOUT = Path("about.md")
+
+
+def main(folder: Path) -> None:
+    """Write tables.md and summary.json of a folder of cells."""
+    baseline = json.loads((folder / "baseline.json").read_text())["targets"]
+    cells: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
+    for path in sorted(folder.glob("*_seed*.json")):
+        method, _, seed = path.stem.rpartition("_seed")
+        cells[method][int(seed)] = json.loads(path.read_text())
+    methods = [method for method in NAMES if method in cells]
+    summary: dict[str, dict[str, Any]] = {}
+    for method in methods:
+        figures = {target: compared(target, cells[method], baseline[target]["scores"]) for target in baseline}
+        for corrected, row in zip(holm([row["p"] for row in figures.values()]), figures.values(), strict=True):
+            row["p_holm"] = corrected
+        summary[method] = figures
+    header = ["target", "searched", "as it is", *(f"{NAMES[method]} ({len(cells[method])})" for method in methods)]
+    accuracy, text = [], []
+    for target in baseline:
+        scores = np.array(baseline[target]["scores"], float)
+        searched = "no" if any(part in target for part in NOT_SEARCHED) else "yes"
+        if is_text(target):
+            changes = ("<br>".join(f"{value:+.3f}" for value in summary[m][target]["by_position"]) for m in methods)
+            text.append([target.removeprefix("plain text, "), searched, f"{scores.mean():.3f}", *changes])
+        else:
+            found = (f"{100 * summary[m][target]['found']:.1f} ({show_p(summary[m][target]['p_holm'])})" for m in methods)
+            accuracy.append([target, searched, f"{100 * scores.mean():.1f}", *found])
+    seeds = [
+        [target, *(" / ".join(f"{100 * value:.1f}" for value in summary[m][target]["by_seed"]) for m in methods)]
+        for target in baseline
+        if not is_text(target)
+    ]
+    intervals = [
+        [target, *("{:+.1f} to {:+.1f}".format(*(100 * bound for bound in summary[m][target]["interval"])) for m in methods)]
+        for target in baseline
+        if not is_text(target) and any(part in target for part in NOT_SEARCHED)
+    ]
+    about_p, about_text = "In brackets p, and in the header the seeds.", "Less is better."
+    parts = [
+        (folder / ABOUT).read_text(encoding="utf-8").strip(),
+        f"## Accuracy in percent (F1 times 100)\n\n{about_p}\n\n{markdown_table(header, accuracy)}",
+        f"## Plain text, nats a token: change in each quarter of the window\n\n{about_text}\n\n{markdown_table(header, text)}",
+        "## Not searched: 95 % interval of the change, in points\n\n"
+        + markdown_table(["target", *(NAMES[method] for method in methods)], intervals),
+        f"## By seed\n\n{markdown_table(['target', *(NAMES[method] for method in methods)], seeds)}",
+    ]
+    write_json(folder / "summary.json", summary)
+    write_text(folder / "tables.md", "\n\n".join(parts) + "\n")
+
+
+def compared(target: str, seeds: dict[int, dict[str, Any]], scores: list[list[float]]) -> dict[str, Any]:
+    """A method's seeds against the model as it is, on one target."""
+    own = np.array(scores, float)
+    of_seeds: Float[np.ndarray, "N Q S"] = np.array([seeds[seed]["targets"][target]["scores"] for seed in sorted(seeds)], float)
+    difference = of_seeds.mean(axis=0) - own
+    error = standard_error(difference)
+    return {
+        "baseline": float(own.mean()),
+        "found": float(of_seeds.mean()),
+        "difference": float(difference.mean()),
+        "standard_error": error,
+        "interval": [float(difference.mean()) - 1.96 * error, float(difference.mean()) + 1.96 * error],
+        "p": paired_permutation_test(of_seeds.mean(axis=0), own),
+        "by_position": difference.mean(axis=0).tolist(),
+        "by_seed": of_seeds.mean(axis=(1, 2)).tolist(),
+    }
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2 or not (Path(sys.argv[1]) / "baseline.json").exists():
+        sys.exit("error: give one folder with baseline.json and METHOD_seedN.json")
+    main(Path(sys.argv[1]))
