@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from lpes_jax import lazy
 
 if TYPE_CHECKING:
+    from lpes_jax.compare.__main__ import main
     from lpes_jax.compare.checks import NAMES, check, check_inputs
     from lpes_jax.compare.run import METHODS, PARTS, run_comparison
     from lpes_jax.settings.compare import CompareSettings
@@ -21,9 +22,10 @@ else:
             "PARTS": "lpes_jax.compare.run",
             "CompareSettings": "lpes_jax.settings.compare",
             "check": "lpes_jax.compare.checks",
+            "main": "lpes_jax.compare.__main__",
             "check_inputs": "lpes_jax.compare.checks",
             "run_comparison": "lpes_jax.compare.run",
         },
     )
 
-__all__ = ["METHODS", "NAMES", "PARTS", "CompareSettings", "check", "check_inputs", "run_comparison"]
+__all__ = ["METHODS", "NAMES", "PARTS", "CompareSettings", "check", "check_inputs", "main", "run_comparison"]

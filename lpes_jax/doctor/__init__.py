@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from lpes_jax import lazy
 
 if TYPE_CHECKING:
+    from lpes_jax.doctor.__main__ import main
     from lpes_jax.doctor.checks import check, check_inputs
     from lpes_jax.doctor.run import Check, example_tokens, new_tokens, run_doctor, understood
     from lpes_jax.settings.doctor import DoctorSettings
@@ -19,6 +20,7 @@ else:
             "Check": "lpes_jax.doctor.run",
             "DoctorSettings": "lpes_jax.settings.doctor",
             "check": "lpes_jax.doctor.checks",
+            "main": "lpes_jax.doctor.__main__",
             "check_inputs": "lpes_jax.doctor.checks",
             "example_tokens": "lpes_jax.doctor.run",
             "new_tokens": "lpes_jax.doctor.run",
@@ -27,4 +29,14 @@ else:
         },
     )
 
-__all__ = ["Check", "DoctorSettings", "check", "check_inputs", "example_tokens", "new_tokens", "run_doctor", "understood"]
+__all__ = [
+    "Check",
+    "DoctorSettings",
+    "check",
+    "check_inputs",
+    "example_tokens",
+    "main",
+    "new_tokens",
+    "run_doctor",
+    "understood",
+]

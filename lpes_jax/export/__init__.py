@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from lpes_jax import lazy
 
 if TYPE_CHECKING:
+    from lpes_jax.export.__main__ import main
     from lpes_jax.export.checks import check, check_inputs
     from lpes_jax.export.run import run_export
     from lpes_jax.settings.export import ExportSettings
@@ -19,9 +20,10 @@ else:
         {
             "ExportSettings": "lpes_jax.settings.export",
             "check": "lpes_jax.export.checks",
+            "main": "lpes_jax.export.__main__",
             "check_inputs": "lpes_jax.export.checks",
             "run_export": "lpes_jax.export.run",
         },
     )
 
-__all__ = ["ExportSettings", "check", "check_inputs", "run_export"]
+__all__ = ["ExportSettings", "check", "check_inputs", "main", "run_export"]
