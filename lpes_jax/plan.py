@@ -125,14 +125,15 @@ def _pass(trees: list[Tree], shape: Shape) -> Pass:
 def smaller(budget: Budget, plan: Plan, longest: int) -> Budget | None:
     """The budget of smaller passes than the plan's, which ran out of memory: half the individuals, or else half the tokens.
 
-    None where a pass is one prompt of at most `longest` tokens for one individual: nothing is left to halve.
+    None where nothing is left to halve: a pass is one prompt of at most `longest` tokens for one individual, or one prompt with
+    many answers, which no budget cuts.
     """
     if plan.individuals > 1:
         return replace(budget, individuals=plan.individuals // 2)
-    if plan.tokens <= round_up(longest):
+    most = max(budget.tokens_that_fit, budget.tokens_at_once)
+    if plan.tokens <= round_up(longest) or not most:
         return None
     half = plan.tokens * plan.tables // 2
-    most = max(budget.tokens_that_fit, budget.tokens_at_once)
     if half >= most:  # a tree that is padded to twice the budget and more: only a smaller budget cuts it
         half = most // 2
     return replace(

@@ -87,7 +87,8 @@ def test_passes_that_run_out_of_memory_get_smaller_down_to_one_prompt(rows, toke
         budget, plan = halved, plan_of(halved)
         assert plan.individuals <= sizes[-1][0] and len(sizes) < 60
         assert (plan.individuals, budget.tokens_at_once, budget.tokens_that_fit) < sizes[-1]
-    assert plan.individuals == 1 and plan.tokens <= round_up(longest)
+    assert plan.individuals == 1
+    assert plan.tokens <= round_up(longest) or max(budget.tokens_at_once, budget.tokens_that_fit) == 0
     assert sorted(np.concatenate([it.rows for it in plan.passes]).tolist()) == list(range(len(rows)))
 
 
