@@ -56,7 +56,7 @@ def test_differences_by_hand(tmp_path):
     assert (
         "| better | +75.0 [+" in table and "], p 0.031 | +0.0 [" in table and "| same | +0.0 [+0.0, +0.0], p 1.000 |" in table
     )
-    assert "Holm's takes all 2 comparisons" in table and "McNemar" in table
+    assert "correction covers all 2 comparisons" in table and "McNemar" in table
     assert differences({BASELINE: record["methods"][BASELINE]}) == ""
     # Scores between 0 and 1 are no verdicts: McNemar's test has nothing to say.
     half = [replace(it, scores={"prefix": it.main / 2}) for it in outcomes]

@@ -161,7 +161,7 @@ def test_what_is_given_decides_what_help_shows():
     switched = page("search", "--query-aware", "--task", "mdqa", "--help")
     assert "  --query-aware " in switched and "perplexity. [kv]" in switched  # defaults, not what is given
     best = page("search", "--preset", "best", "--help")
-    assert "--steps" in flags_of(best) and "Steps of Adam. [300]" in best and "[layer_band]" in best
+    assert "--steps" in flags_of(best) and "Steps of Adam. [125]" in best and "[layer_band]" in best
     cma_es = flags_of(page("search", "--algorithm", "cma_es", "--help"))
     assert "--population-size" in cma_es and "--max-evaluations" in cma_es and "--parents" not in cma_es
     assert "--router" in flags_of(page("compare", "--help"))

@@ -102,7 +102,7 @@ def test_the_page_needs_nothing_but_itself_and_holds_the_pictures(page, pictures
 def test_what_it_was_given_is_there_as_text(page):
     text = page.read_text(encoding="utf-8")
     seen = Page(text)
-    assert f"python -m lpes_jax.evaluate --model '{MODEL}' --seed 0 --only-factors --positions 0 50 100" in seen.words
+    assert f"python -m lpes_jax.evaluate --only-factors --positions 0 50 100 --model '{MODEL}' --seed 0" in seen.words
     assert f"{MODEL}: left out. <too long>" in seen.words and "<script" not in text and "<too" not in text
     for row in ROWS:  # every cell of the table, with a | inside of one
         index = seen.cells.index(row.name)

@@ -13,7 +13,7 @@ from lpes_jax.mark import Mark
 from lpes_jax.models.llama.checkpoint import open_checkpoint
 from lpes_jax.models.zoo import resolve
 from lpes_jax.ship.gguf_patch import patch_gguf
-from lpes_jax.store.provenance import content_sha256
+from lpes_jax.store.content import content_sha256
 
 pytestmark = pytest.mark.serving
 FOLDER = os.environ.get("SERVE_MODELS", "")
