@@ -412,12 +412,12 @@ def test_generation_settings_that_cannot_be(folder):
     for settings, said in (
         ({"max_gen_toks": "many"}, "many"),
         ({"temperature": "hot"}, "hot"),
-        ({"temperature": 0.7}, "no temperature"),
-        ({"do_sample": True}, "no do_sample"),
+        ({"temperature": 0.7}, "cannot use temperature"),
+        ({"do_sample": True}, "cannot use do_sample"),
         ({"until": [5]}, "until holds 5"),
         ({"max_gen_toks": 0}, "at least 1"),
-        ({"stop": ["x"]}, "no stop"),
-        ({"num_beams": 2}, "no num_beams"),
+        ({"stop": ["x"]}, "cannot use stop"),
+        ({"num_beams": 2}, "cannot use num_beams"),
     ):
         with pytest.raises(UserError, match=said):
             model.generate_until(asked("ab", **settings), disable_tqdm=True)
