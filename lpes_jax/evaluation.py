@@ -310,7 +310,7 @@ class _Measure:
             )
         else:
             method = candidate.method(self.model.config, scorer.longest)
-            correct, log_likelihood = scorer.of_method(method, on_prompts)
+            correct, log_likelihood = scorer.method_scores(method, on_prompts)
         if len(bad := np.flatnonzero(~np.isfinite(log_likelihood[0]))):
             texts, method = scorer.sequences(int(bad[0])), candidate.method is not None
             raise not_finite(self.model, texts, factors, name=candidate.name, method=method)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lpes_jax.memory import PassMemory
 from lpes_jax.plan import Budget, Plan, group_rows, make_plan, smaller
-from lpes_jax.prefixes import Costs, Row, of_one_prompt, round_up, tree_of
+from lpes_jax.prefixes import Costs, Row, groups_by_prompt, make_group, round_up
 
 COSTS = Costs(50.0, 1.0, 2.0)
 MEMORY = PassMemory(token=10, read=100, fixed=1000)
@@ -45,13 +45,13 @@ def test_every_row_has_one_score_and_fits_into_its_pass(rows, tokens, shards, ta
     assert sorted(np.concatenate([it.rows for it in plan.passes]).tolist()) == list(range(len(rows)))
     for it in plan.passes:
         width = it.shape.prefix + it.shape.branches
-        assert it.tokens == len(it.trees) * width and len(it.trees) % shards == 0
-        assert len(it.trees) == shards or it.tokens <= shards * (tokens // tables)
-        assert len(it.trees) <= shards * (batch_size or len(it.trees))
+        assert it.tokens == len(it.groups) * width and len(it.groups) % shards == 0
+        assert len(it.groups) == shards or it.tokens <= shards * (tokens // tables)
+        assert len(it.groups) <= shards * (batch_size or len(it.groups))
         for row, score in zip(it.rows, it.score_of_row, strict=True):
             tree, number = divmod(score, it.shape.rows)
-            assert it.trees[tree].rows[number] == row
-        for tree in it.trees:  # padded to the shape, and never cut
+            assert it.groups[tree].rows[number] == row
+        for tree in it.groups:  # padded to the shape, and never cut
             assert max(0, it.shape.prefix - tree.prefix) + len(tree.tokens) <= width
             assert len(tree.rows) <= it.shape.rows and (not tree.rows or len(tree.read) <= it.shape.read)
     assert plan.tokens == max(it.tokens for it in plan.passes) // shards
@@ -63,12 +63,12 @@ def test_the_cost_is_that_of_the_passes_and_of_their_shapes(rows, tokens, shards
     budget = budget_of(tokens)
     trees = group_rows(rows, budget, COSTS, shape_cost=shape_cost, tables=tables)
     plan = make_plan(trees, budget, COSTS, shards=shards, tables=tables, shape_cost=shape_cost)
-    written = sum(float(COSTS.tree(tree.prefix, len(tree.tokens) - tree.prefix)) for tree in trees) / COSTS.token
+    written = sum(float(COSTS.group(tree.prefix, len(tree.tokens) - tree.prefix)) for tree in trees) / COSTS.token
     of_shape = max(0.01 * written, shape_cost * shards // tables) if shape_cost * shards // tables else 0.03 * written
     shapes = {it.shape for it in plan.passes}
     np.testing.assert_allclose(plan.cost, sum(it.cost(COSTS) for it in plan.passes) + len(shapes) * of_shape, rtol=1e-9)
     if tables == shards == 1:  # prompts share what makes it cheaper
-        unshared = [tree_of(rows, answers) for answers in of_one_prompt(rows)]
+        unshared = [make_group(rows, answers) for answers in groups_by_prompt(rows)]
         assert plan.cost <= make_plan(unshared, budget, COSTS, shape_cost=shape_cost).cost
 
 
@@ -95,7 +95,7 @@ def test_passes_that_run_out_of_memory_get_smaller_down_to_one_prompt(rows, toke
 @given(st.integers(1, 5000), st.integers(1, 100), st.integers(0, 10**6), st.integers(1, 10**5))
 def test_individuals_of_a_pass_are_as_many_as_tokens_and_memory_allow(tokens, read, memory, at_once):
     budget = replace(budget_of(1), tokens_at_once=at_once, memory=memory)
-    found = budget.individuals_of(tokens, read)
+    found = budget.individuals_for(tokens, read)
     one = 10 * tokens + 100 * read + 1000
 
     def fits(individuals: int) -> bool:
@@ -103,12 +103,12 @@ def test_individuals_of_a_pass_are_as_many_as_tokens_and_memory_allow(tokens, re
 
     assert found == 1 or fits(found)
     assert not fits(found + 1)
-    assert replace(budget, individuals=7).individuals_of(tokens, read) == 7
+    assert replace(budget, individuals=7).individuals_for(tokens, read) == 7
 
 
 def test_half_the_memory_halves_the_individuals():
     rows: list[Row] = [([1, 2, 3] * 20, [4, 5]), ([3, 2, 1] * 20, [4])]
-    trees = [tree_of(rows, [0]), tree_of(rows, [1])]
+    trees = [make_group(rows, [0]), make_group(rows, [1])]
     tokens, read = 2 * round_up(61), 2 * 2
     plenty = budget_of(10**6, memory=8 * MEMORY.bytes(tokens, read))
     [largest] = make_plan(trees, plenty, COSTS).passes
@@ -116,4 +116,4 @@ def test_half_the_memory_halves_the_individuals():
     plans = [make_plan(trees, replace(plenty, memory=plenty.memory // part), COSTS) for part in (1, 2, 8, 100)]
     assert [plan.individuals for plan in plans] == [8, 4, 1, 1]
     assert len({plan.cost for plan in plans}) == 1 and plans[0].cost == pytest.approx(largest.cost(COSTS) + 0.03 * sum(
-        COSTS.tree(len(tree.tokens), 0) for tree in trees) / COSTS.token)  # fmt: skip
+        COSTS.group(len(tree.tokens), 0) for tree in trees) / COSTS.token)  # fmt: skip

@@ -253,7 +253,7 @@ def _tune(scorer: LikelihoodScorer | None, choices: Sequence[Choice], config: An
 
     def measured(choice: Choice) -> tuple[float, float]:
         assert scorer is not None and choice.maker is not None
-        correct, log_likelihood = scorer.of_method(choice.maker(config, scorer.longest))
+        correct, log_likelihood = scorer.method_scores(choice.maker(config, scorer.longest))
         means = float(correct.mean()), float(log_likelihood.mean())
         finite = math.isfinite(means[1])
         tried.append({"setting": choice.setting, "accuracy": means[0], "log_likelihood": means[1] if finite else None})

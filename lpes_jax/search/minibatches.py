@@ -28,7 +28,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from lpes_jax.mesh import BY_POPULATION, put
 from lpes_jax.models.llama.config import LlamaConfig
-from lpes_jax.prefixes import Batch, Costs, families, pack_trees, tree_of
+from lpes_jax.prefixes import Batch, Costs, families, make_group, pack_groups
 from lpes_jax.tasks.prompts import EncodedPrompt
 
 
@@ -123,8 +123,8 @@ def shared_trees(prompts: Sequence[EncodedPrompt], config: LlamaConfig, most: in
     alone = [[at] for at in range(len(rows))]
 
     def cost(trees: list[list[int]]) -> float:
-        prefix, branches = (max(widths) for widths in zip(*(tree_of(rows, it).shape for it in trees), strict=True))
-        return len(trees) * Costs.of(config, jax.default_backend()).tree(prefix, branches)
+        prefix, branches = (max(widths) for widths in zip(*(make_group(rows, it).shape for it in trees), strict=True))
+        return len(trees) * Costs.of(config, jax.default_backend()).group(prefix, branches)
 
     return cut if len(cut) < len(alone) and cost(cut) <= cost(alone) / 2 else alone
 
@@ -160,12 +160,12 @@ def pack(
     of_prompts, in_order = np.zeros(is_row.shape[:2], np.float32), []
     for b, tree in enumerate(of_trees):
         wanted = [at * most + r for at in tree for r in range(most)]
-        written = tree_of(rows, wanted)
+        written = make_group(rows, wanted)
         read_index = dict(zip(written.rows, written.read_index, strict=True))
         in_order.append(replace(written, rows=wanted, read_index=[read_index[row] for row in wanted]))
         for p, at in enumerate(tree):
             is_row[b, p, : len(admitted[at])], of_prompts[b, p] = True, weights[at]
-    return Examples(pack_trees(in_order, rows), jnp.asarray(is_row), jnp.asarray(of_prompts))
+    return Examples(pack_groups(in_order, rows), jnp.asarray(is_row), jnp.asarray(of_prompts))
 
 
 def draws(

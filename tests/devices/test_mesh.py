@@ -96,9 +96,9 @@ def test_scores_are_those_of_one_device(scorers, size):
 
 def test_a_method_that_looks_at_all_heads_scores_and_writes_the_same(scorers, models, prompts, tiny_model):
     make = ms_poe(first_layer=0)  # its statistic is of all heads
-    wanted, *others = (scorers[mesh].of_method(make(tiny_model.config, scorers[mesh].longest)) for mesh in MESHES)
+    wanted, *others = (scorers[mesh].method_scores(make(tiny_model.config, scorers[mesh].longest)) for mesh in MESHES)
     same(wanted, *others)
-    assert len(scorers[EIGHT].placed("rows").batches[0].tokens) == 8  # four rows, and what fills the other devices
+    assert len(scorers[EIGHT].device_plan("rows").batches[0].tokens) == 8  # four rows, and what fills the other devices
     generate = partial(generate_ids, prompts=[prompt.ids for prompt in prompts], max_new_tokens=3)
     new = [generate(models[mesh], make_method=partial(make, tiny_model.config)) for mesh in MESHES]
     assert new[0] == new[1] == new[2] != generate(tiny_model)
@@ -114,7 +114,7 @@ def test_the_likelihood_of_texts_is_that_of_one_device(models, prompts, tiny_mod
 def collectives(scorer: Scorer, mesh: Mesh, size: int) -> list[str]:
     """The lines of the compiled program by which devices speak to each other, for so many individuals."""
     by_trees = size < mesh.shape["population"]
-    placed = scorer.placed("trees" if by_trees else "individuals")
+    placed = scorer.device_plan("groups" if by_trees else "individuals")
     factors = put(np.ones((size, 3), np.float32), scorer._everywhere if by_trees else scorer._by_population)
     inputs = scorer.model, placed.batches[0], factors, factors, scorer._table, "layer", "layer", mesh, by_trees
     lines = scoring._sharded_scores.lower(*inputs).compile().as_text().splitlines()
@@ -148,7 +148,7 @@ def test_gradients_over_shards_are_those_of_one_device(models, prompts, tiny_mod
 def test_scores_are_those_of_pmap(scorers, tiny_model, unchecked_shapes):
     factors = population_of((8, 3)).astype(np.float32)
     wanted = scorers[EIGHT](factors).log_likelihood
-    placed = scorers[ONE].placed("individuals")
+    placed = scorers[ONE].device_plan("individuals")
     for (_, _, rows, score_of_row), batch in zip(placed.plan.passes, placed.batches, strict=True):
         scores = jax.pmap(population_scores, in_axes=(None, None, 0))
         _, likelihood = scores(tiny_model, jax.device_get(batch), factors[:, None])
