@@ -77,8 +77,8 @@ def text_nlls(
         raise UserError(f"batch_size must be at least 1, got {batch_size}")
     check_ids(model, [window.ids for window in windows])
     mesh = mesh_of(model)
-    places = 1 if mesh is None else mesh.shape["population"]
-    batch_size = min(batch_size, -(-len(windows) // places)) * places
+    shards = 1 if mesh is None else mesh.shape["population"]
+    batch_size = min(batch_size, -(-len(windows) // shards)) * shards
     longest = max(len(window.ids) for window in windows)
     method = of_table(model.config.rope_table(longest, candidate.factors))
     if candidate.method is not None:
@@ -88,7 +88,7 @@ def text_nlls(
         ids = [window.ids for window in windows[start : start + batch_size]]
         rows = ids + [ids[0]] * (batch_size - len(ids))  # pads the last batch, so that there is one compilation
         values = np.asarray(token_nll(model, jnp.array(rows, jnp.int32), method))[: len(ids)]
-        if bad := [of_row for of_row, nll in zip(ids, values, strict=True) if not np.isfinite(nll).all()]:
+        if bad := [row_ids for row_ids, nll in zip(ids, values, strict=True) if not np.isfinite(nll).all()]:
             used, method = candidate.factors or LayerFactors.uniform(1.0, model.config.num_layers), candidate.method is not None
             raise not_finite(model, bad, used, name=candidate.name, method=method)
         nlls += list(values)
