@@ -118,7 +118,7 @@ def batch_scores(
         _, rows_per_group, answer_length = batch.answers.shape
         if rows_per_group > 1:
             raise TypeError("an attention that replaces the model's own takes single rows, not groups of several")
-        run = partial(hidden_states, model, batch.tokens, table, remat=remat, behind=answer_length - 1)
+        run = partial(hidden_states, model, batch.tokens, table, remat=remat, tokens_after=answer_length - 1)
         hidden = run(replacement=method.replacement, lengths=batch.read[:, 0] + 1)
         return jnp.take_along_axis(hidden, batch.read[:, :, None], axis=1)
 
