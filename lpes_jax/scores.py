@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from lpes_jax.factors import LayerFactors
 from lpes_jax.finite import not_finite
 from lpes_jax.inputs import checked_factors
-from lpes_jax.models.llama.method import Method, of_table
+from lpes_jax.models.llama.method import Method, table_method
 from lpes_jax.models.llama.model import Llama, check_ids, hidden_states, method_logits, over_tables
 from lpes_jax.models.llama.prefix import states_read
 from lpes_jax.prefixes import Batch
@@ -164,7 +164,9 @@ def population_scores(
 
     def individual(factors: Array, gains: Array | None) -> tuple[Array, Array]:
         scaled = own.scaled(factors, granularity)
-        return batch_scores(model, batch, of_table(scaled if gains is None else scaled.with_gains(gains, gains_granularity)))
+        return batch_scores(
+            model, batch, table_method(scaled if gains is None else scaled.with_gains(gains, gains_granularity))
+        )
 
     correct, log_likelihood = jax.vmap(individual)(factors, gains)
     if not is_traced(log_likelihood) and not np.isfinite(log_likelihood).all(axis=1).any():

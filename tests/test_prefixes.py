@@ -15,7 +15,7 @@ from lpes_jax.errors import UserError
 from lpes_jax.generation import generate_ids
 from lpes_jax.methods.attention_buckets import attention_buckets
 from lpes_jax.models.llama import model as llama_model
-from lpes_jax.models.llama.method import TableMethod, of_table
+from lpes_jax.models.llama.method import TableMethod, table_method
 from lpes_jax.prefixes import (
     Costs,
     Group,
@@ -63,7 +63,7 @@ LARGEST: list[Row] = [([7] * 31 + [at] * 25, [8] * 6) for at in range(4)]  # its
 @pytest.fixture(scope="module")
 def both_ways(tiny_model):
     """Scores of four rows as a tree, which stands beside the largest one, and alone; each compiled once."""
-    method, score = of_table(tiny_model.config.rope_table(64)), jax.jit(lambda *inputs: batch_scores(*inputs))
+    method, score = table_method(tiny_model.config.rope_table(64)), jax.jit(lambda *inputs: batch_scores(*inputs))
 
     def run(rows: list[Row]):
         filled = LARGEST + rows + [rows[0]] * (4 - len(rows))
@@ -82,7 +82,7 @@ BEFORE = list(range(50, 90))  # what all roots begin with, and more than is left
 @pytest.fixture(scope="module")
 def both_ways_cut(tiny_model):
     """Scores of four rows that begin with `BEFORE` as a tree whose root is cut to 32 tokens, and alone; each compiled once."""
-    method, score = of_table(tiny_model.config.rope_table(192)), jax.jit(lambda *inputs: batch_scores(*inputs))
+    method, score = table_method(tiny_model.config.rope_table(192)), jax.jit(lambda *inputs: batch_scores(*inputs))
 
     def run(rows: list[Row]):
         filled = rows + [rows[0]] * (4 - len(rows))
@@ -191,7 +191,7 @@ def test_gradients_of_a_tree_are_those_of_its_rows(tiny_model):
 
     def loss(batch, factors, remat: bool):
         scaled = RopeTable(table.inv_freq / factors, table.attention_scaling)
-        log_likelihood = batch_scores(tiny_model, batch, of_table(scaled), remat=remat)[1]
+        log_likelihood = batch_scores(tiny_model, batch, table_method(scaled), remat=remat)[1]
         return jnp.where(kept[: len(log_likelihood)], log_likelihood, 0).sum()
 
     factors = jnp.array([1.0, 1.2, 1.5])[:, None, None] * jnp.ones((3, 1, 4))
@@ -299,7 +299,7 @@ def test_generation_that_runs_out_of_memory_goes_on_with_fewer_prompts(tiny_mode
 
 def test_the_model_of_memory_is_near_what_the_compiler_takes(tiny_model):
     rows = [([7] * 500, [8] * 8)] * 4
-    leaves, structure = jax.tree.flatten((tiny_model, pack_rows(rows), of_table(tiny_model.config.rope_table(512))))
+    leaves, structure = jax.tree.flatten((tiny_model, pack_rows(rows), table_method(tiny_model.config.rope_table(512))))
     scores = jax.jit(lambda *leaves: batch_scores(*jax.tree.unflatten(structure, leaves)))
     taken = scores.lower(*leaves).compile().memory_analysis().temp_size_in_bytes
     assert 0.5 < memory.pass_memory(tiny_model).bytes(4 * 512, 4 * 8) / taken < 4

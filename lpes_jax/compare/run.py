@@ -18,7 +18,7 @@ from lpes_jax.factors import LayerFactors
 from lpes_jax.json_files import is_number
 from lpes_jax.methods import Choice, Tuning, attention_buckets, hidden_channel, moice, ms_poe, self_extend, tables
 from lpes_jax.models.llama import Loaded, load
-from lpes_jax.models.llama.method import Method, of_table
+from lpes_jax.models.llama.method import Method, table_method
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.prefixes import Batch, pack_rows
 from lpes_jax.report.html import write_page
@@ -278,7 +278,7 @@ def _costs(
     batch = pack_rows([(prompt.ids, prompt.answers[0]) for prompt in encoded])
     programs = {}
     for candidate in candidates:
-        method = of_table(model.config.rope_table(batch.tokens.shape[1]))
+        method = table_method(model.config.rope_table(batch.tokens.shape[1]))
         if candidate.method is not None:
             method = candidate.method(model.config, batch.tokens.shape[1])
         programs[candidate.name] = method, *_compiled(model, batch, method)

@@ -14,7 +14,7 @@ from lpes_jax.factors import LayerFactors
 from lpes_jax.finite import not_finite
 from lpes_jax.mesh import mesh_of
 from lpes_jax.models.llama import Loaded
-from lpes_jax.models.llama.method import of_table
+from lpes_jax.models.llama.method import table_method
 from lpes_jax.models.llama.model import Llama, check_ids
 from lpes_jax.store.provenance import environment
 from lpes_jax.tasks.perplexity import Perplexity, Window, mean_nll, perplexity, perplexity_by_position
@@ -80,7 +80,7 @@ def text_nlls(
     shards = 1 if mesh is None else mesh.shape["population"]
     batch_size = min(batch_size, -(-len(windows) // shards)) * shards
     longest = max(len(window.ids) for window in windows)
-    method = of_table(model.config.rope_table(longest, candidate.factors))
+    method = table_method(model.config.rope_table(longest, candidate.factors))
     if candidate.method is not None:
         method = candidate.method(model.config, longest)
     nlls: list[np.ndarray] = []

@@ -134,7 +134,7 @@ def _by_length(
     by_length: dict[int, list[Outcome]] = {}
     slots: list[tuple[int, int]] = []
     for length in sorted(settings.questions.lengths):
-        version = task.of_length(length, loaded.tokenizer)
+        version = task.with_length(length, loaded.tokenizer)
         examples = version.examples(settings.questions.split, settings.questions.limit, settings.run.seed)
         slots, by_length[length] = _measure(settings, version, examples, loaded, chat, candidates)
     last = by_length[max(by_length)]

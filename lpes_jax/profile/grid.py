@@ -41,7 +41,7 @@ from lpes_jax.tasks import prompts as task_prompts
 from lpes_jax.tasks.key_value import KeyValue
 from lpes_jax.tasks.niah import Niah
 from lpes_jax.tasks.prompts import Prompt
-from lpes_jax.tasks.sizes import of_length, without_haystack
+from lpes_jax.tasks.sizes import with_length, without_haystack
 from lpes_jax.tasks.variable_tracking import VariableTracking
 
 Status = Literal["above", "below", "undecided"]
@@ -117,7 +117,7 @@ class Grid:
         for column in self.columns.values():
             try:
                 task = make_task(column.name, plan.key_length)
-                column.task = of_length(task, min(column.length, self._window), loaded.tokenizer)
+                column.task = with_length(task, min(column.length, self._window), loaded.tokenizer)
             except UserError as error:
                 column.missing = str(error).partition("; ")[2]
 

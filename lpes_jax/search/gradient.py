@@ -44,7 +44,7 @@ from jaxtyping import Array, Bool, Float, Int
 from lpes_jax.errors import UserError
 from lpes_jax.limits import check_bounds
 from lpes_jax.mesh import BY_POPULATION, EVERYWHERE, make_mesh, mesh_of, over_population, put, to_host
-from lpes_jax.models.llama.method import of_table
+from lpes_jax.models.llama.method import table_method
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.models.llama.sharding import put_model
 from lpes_jax.rope import RopeTable
@@ -114,7 +114,8 @@ def prompt_scores(
 ) -> tuple[Bool[Array, "B P"], Float[Array, "B P"]]:
     """Of each prompt: is an admitted answer the greedy continuation, and log p of the admitted answers together."""
     correct, log_p = (
-        scores.reshape(examples.is_row.shape) for scores in batch_scores(model, examples.batch, of_table(table), remat=remat)
+        scores.reshape(examples.is_row.shape)
+        for scores in batch_scores(model, examples.batch, table_method(table), remat=remat)
     )
     return (correct & examples.is_row).any(axis=2), jax.nn.logsumexp(jnp.where(examples.is_row, log_p, -jnp.inf), axis=2)
 
@@ -144,7 +145,7 @@ def text_loss(
     Of -log p of the token, or where there is a model `as_is` of the KL divergence from its distribution.
     """
     if as_is is None:
-        losses = token_nll(model, windows, of_table(table), remat=True)[:, 1:]
+        losses = token_nll(model, windows, table_method(table), remat=True)[:, 1:]
     else:
         losses = _divergence(model, windows, table, as_is, remat=True)[:, 1:]
     if counts is None:
@@ -156,8 +157,8 @@ def text_loss(
 def _divergence(
     model: Llama, windows: Int[Array, "W T"], table: RopeTable, as_is: Llama, *, remat: bool = False
 ) -> Float[Array, "W T"]:
-    own = of_table(as_is.config.rope_table(windows.shape[1]))
-    return token_divergence(model, windows, of_table(table), as_is, own, remat=remat)
+    own = table_method(as_is.config.rope_table(windows.shape[1]))
+    return token_divergence(model, windows, table_method(table), as_is, own, remat=remat)
 
 
 def descend(
@@ -354,7 +355,7 @@ def _text_now(
 
     def means(model: Llama, text: Int[Array, "W T"], parameters: Parameters, at: Int[Array, "n"]) -> tuple[Array, ...]:
         tuned, table = goal.apply(model, parameters)
-        nll = token_nll(tuned, text[at], of_table(table))[:, 1:]
+        nll = token_nll(tuned, text[at], table_method(table))[:, 1:]
         found = [nll.mean(axis=1)]
         if quarters:
             found.append(jnp.stack([part.mean(axis=1) for part in jnp.array_split(nll, QUARTERS, axis=1)], axis=1))

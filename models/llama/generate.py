@@ -1,6 +1,6 @@
 """Generation with a KV cache, greedy unless a key is given: one prefill, then one token at a time until every row has stopped.
 
-Prompts are padded on the right. Each row continues at its own length, and its new keys overwrite the padding. The cache holds
+Prompts are padded on the right. Each row continues at its own length, and its new keys overwrite the padding. The cache has
 rotated keys: with tables, a key's rotation never changes. A method with several tables has one cache per table; the tokens are
 shared.
 

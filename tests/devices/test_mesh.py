@@ -21,7 +21,7 @@ from lpes_jax.errors import UserError
 from lpes_jax.generation import generate_ids
 from lpes_jax.mesh import BY_POPULATION, EVERYWHERE, make_mesh, over_population, put
 from lpes_jax.methods.ms_poe import ms_poe
-from lpes_jax.models.llama.method import of_table
+from lpes_jax.models.llama.method import table_method
 from lpes_jax.models.llama.sharding import put_model
 from lpes_jax.prefixes import pack_rows
 from lpes_jax.rope import RopeTable, scale_layers
@@ -106,7 +106,7 @@ def test_a_method_that_looks_at_all_heads_scores_and_writes_the_same(scorers, mo
 
 def test_the_likelihood_of_texts_is_that_of_one_device(models, prompts, tiny_model):
     text = jnp.array([prompts[2].ids[:30]] * 3, jnp.int32)
-    wanted, *others = (token_nll(models[mesh], text, of_table(tiny_model.config.rope_table(30))) for mesh in MESHES)
+    wanted, *others = (token_nll(models[mesh], text, table_method(tiny_model.config.rope_table(30))) for mesh in MESHES)
     for other in others:
         close(other, wanted)
 
@@ -135,7 +135,7 @@ def test_gradients_over_shards_are_those_of_one_device(models, prompts, tiny_mod
     def loss(model, batch, factors):
         own = config.rope_table(batch.tokens.shape[1])
         table = RopeTable(scale_layers(own.inv_freq, factors), own.attention_scaling)
-        return -batch_scores(model, batch, of_table(table), remat=True)[1].sum()
+        return -batch_scores(model, batch, table_method(table), remat=True)[1].sum()
 
     def gradient(*inputs):
         return jax.lax.psum(jax.grad(loss, argnums=2)(*inputs), "population")
