@@ -236,7 +236,14 @@ class Shape(NamedTuple):
 def pack_groups(
     groups: Sequence[Group], rows: Sequence[Row], answer_length: int | None = None, shape: Shape | None = None
 ) -> Batch:
-    """Pack groups into a batch, padded to `shape` (None: the largest). Row r of group b is its rows[r]; others are padding."""
+    """Pack groups into a batch. Row r of group b is its rows[r]; other rows are padding.
+
+    Args:
+        groups: The groups.
+        rows: The rows of all groups.
+        answer_length: A of the batch; None means that of the longest answer.
+        shape: The shape to pad to; None means `Shape.of(groups)`.
+    """
     prefix, branches, num_read, num_rows = shape or Shape.of(groups)
     size, width = len(groups), prefix + branches
     longest = answer_length or max(len(rows[i][1]) for group in groups for i in group.rows)

@@ -53,8 +53,16 @@ def token_divergence(
 ) -> Float[Array, "B T"]:
     """KL(p || q) of the distributions of each token, in nats, float32; 0 for a row's first, which nothing predicts.
 
-    q is `model` with `method`; p, the reference, is `own_model` with `own` and has no gradient. Memory and `remat` are as for
-    `token_nll`, with twice the logits. The model is on one device.
+    The models are on one device. The memory is that of `token_nll`, with twice the logits.
+
+    Args:
+        model: The model of q.
+        tokens: Token ids.
+        method: The RoPE tables or attention of q.
+        own_model: The model of the reference p, which has no gradient.
+        own: The RoPE tables or attention of p.
+        chunk: See `token_nll`.
+        remat: See `token_nll`.
     """
     hidden = _hidden(model, tokens, method, remat)
     reference = jax.lax.stop_gradient(_hidden(own_model, tokens, own, remat=False))

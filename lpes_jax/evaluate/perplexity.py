@@ -30,10 +30,21 @@ def measure_perplexity(
     limit: int | None,
     batch_size: int | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
-    """The task's `results.json`, on at most `limit` windows, and a line for each candidate.
+    """Measure the perplexity of each candidate. Windows may be longer than the model's, to measure extrapolation.
 
-    Windows may be longer than the model's, to measure extrapolation. Raises UserError if the text is too short, if the model
-    does not have an id, or if logits are not finite.
+    Args:
+        task: The task.
+        loaded: The model and its tokenizer.
+        candidates: What is measured.
+        split: The part of the text.
+        limit: The most windows; None means all.
+        batch_size: Windows per pass and device; None means 1.
+
+    Returns:
+        The contents of `results.json`, and a line of text for each candidate.
+
+    Raises:
+        UserError: The text is too short, the model does not have an id, or logits are not finite.
     """
     everything = task.windows(loaded.tokenizer, split)
     windows = everything[:limit]

@@ -245,6 +245,7 @@ class Grid:
         return "below" if (column.high[candidate] < self.plan.threshold * low).any() else "undecided"
 
     def undecided(self, column: Column) -> bool:
+        """Whether a column is undecided for some candidate."""
         return any(self.status(column, candidate) == "undecided" for candidate in range(len(self.candidates)))
 
     def _decides(self, column: Column) -> bool:

@@ -114,8 +114,17 @@ def masked_attention(
 ) -> Float[Array, "B S H D"]:
     """Exact attention of some tokens of each row: the query with index i sees the keys j with j <= i < ends[j].
 
-    In a token tree in depth-first order, these keys are the query's path from the root. A window counts `positions`. Uses
-    cuDNN's kernel if possible (on one GPU), otherwise a block of queries and a few rows at a time.
+    In a token tree in depth-first order, these keys are the query's path from the root. Uses cuDNN's kernel if possible (on one
+    GPU), otherwise a block of queries and a few rows at a time.
+
+    Args:
+        q: Queries of the tokens `indices`.
+        k: Keys of all tokens.
+        v: Values of all tokens.
+        indices: The index of each query's token in its row.
+        ends: The end of the subtree of each token.
+        positions: The position of each token in its prompt; a window counts these.
+        window: The sliding window; None means none.
     """
     return over_heads(partial(_masked, window=window), (q, k, v), (indices, ends, positions))
 
