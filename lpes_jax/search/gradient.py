@@ -226,13 +226,20 @@ def descend(
             parameters, moments = jax.tree.map(jnp.asarray, to_host((parameters, moments)))
             seen = look(number, train_loss, parameters, state)
             if not (math.isfinite(seen.train_loss) and math.isfinite(seen.loss)):
-                raise LossNotFinite(f"the loss is not finite after {number} steps; lower --learning-rate or narrow the bounds")
+                raise LossNotFinite(_what_is_not_finite(number, parameters))
             better = seen.allowed and seen.loss < state.best.loss
             best, since_best = (seen, 0) if better else (state.best, state.looks_since_best + 1)
             state = State(number, parameters, moments, state.first_text_loss, best, since_best, state.first_text_quarters)
             on_look(seen, state)
             losses = []
     return state.best
+
+
+def _what_is_not_finite(step: int, parameters: Parameters) -> str:
+    """Adam moves parameters out of the finite numbers only by a gradient that is not finite, for which no flag is to blame."""
+    if all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(parameters)):
+        return f"the loss is not finite after {step} steps; lower --learning-rate or narrow the bounds"
+    return f"the gradient is not finite within the first {step} steps, though the loss was; try --dtype float32"
 
 
 @contextlib.contextmanager

@@ -253,6 +253,19 @@ def test_a_loss_that_is_not_finite_is_an_error(pieces):
         looks_of((model, train, held_back, parameters, broken, project), GradientSettings(**SIZES, steps=1, look_every=1))
 
 
+def test_a_gradient_that_is_not_finite_is_not_blamed_on_a_flag(pieces):
+    """The loss is finite, and its gradient is not, as with a faulty kernel."""
+    model, train, held_back, parameters, _, project = pieces
+    own = model.config.rope_table(64)
+
+    def apply(model, parameters):
+        y = parameters["y"] + jnp.sqrt(0 * parameters["y"])  # y, with the derivative NaN
+        return model, RopeTable(own.inv_freq / y[:, None, None], own.attention_scaling)
+
+    with pytest.raises(UserError, match="the gradient is not finite within the first 2 steps, though the loss was"):
+        looks_of((model, train, held_back, parameters, apply, project), GradientSettings(**SIZES, steps=2, look_every=2))
+
+
 def test_search_by_gradient_with_bands_text_and_two_lengths(guesser, tokenizer, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 40, encoding="utf-8")
