@@ -392,7 +392,7 @@ def _tuned_uniform(settings: SearchSettings, fitness: Fitness, num_layers: int) 
     at_once = fitness.scorer.individuals_at_once
     for start in range(len(sweep), len(candidates), at_once):
         block = candidates[start : start + at_once]
-        summaries = fitness.of_factors(np.repeat(block[:, None], num_layers, axis=1).astype(np.float32))
+        summaries = fitness.score_factors(np.repeat(block[:, None], num_layers, axis=1).astype(np.float32))
         sweep += [{"factor": float(factor)} | summary for factor, summary in zip(block, summaries, strict=True)]
         best = max(sweep, key=lambda entry: -np.inf if entry["fitness"] is None else entry["fitness"])
         told = [{"factors": [entry["factor"]]} | entry for entry in sweep]
