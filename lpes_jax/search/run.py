@@ -77,7 +77,7 @@ def run_search(settings: SearchSettings, loaded: Loaded | None = None, measured:
     shown: list[Grid | str] = []
 
     def finish(result: SearchResult, folder: RunFolder) -> SearchResult:
-        records = [results_record(it.task, it.outcomes, it.places, config, started) for it in result.reports]
+        records = [results_record(it.task, it.outcomes, it.slots, config, started) for it in result.reports]
         evaluation = records[0] if len(records) == 1 and mixture is None else _together(titles, records)
         if mixture is not None:
             evaluation["data_sha256"] = {title: it["data_sha256"] for title, it in of_mixture.items() if "data" in it}
@@ -135,7 +135,7 @@ def _report(
     tables: list[str] = []
     pictures: dict[str, Path] = {}
     for number, (what, report, methods) in enumerate(zip(titles, result.reports, figures, strict=True), 1):
-        positions = [position for _, position in report.places]
+        positions = [position for _, position in report.slots]
         title = f"{model}, {what}, {len(report.outcomes[0].main)} held-out questions"
         drawn = [outcome for outcome in report.outcomes if outcome.candidate.name != PLAIN]
         curves = {

@@ -256,7 +256,7 @@ def test_gradient_search_on_a_mixture(folder, guesser, tokenizer, tmp_path):
     assert [report.title for report in result.reports] == mixture.titles
     assert [report.outcomes[0].metric for report in result.reports] == ["prefix", "prefix", "best_subspan_em", "acc"]
     assert list(result.reports[2].outcomes[0].scores) == ["best_subspan_em", "f1"]
-    assert [len(report.places) for report in result.reports] == [5, 5, 1, 1]
+    assert [len(report.slots) for report in result.reports] == [5, 5, 1, 1]
     best = max(history, key=lambda line: line["fitness"])
     of_tasks = result.selection["tasks"]
     assert [it["loss"] for it in of_tasks.values()] == best["task_losses"] and list(of_tasks) == mixture.titles
