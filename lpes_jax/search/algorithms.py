@@ -187,41 +187,45 @@ class Gradient:
             learnt = [space.at_layers(numbers.x, getattr(numbers, name)) for name in space.learnt]
             return stay_close * jnp.stack([jnp.square(values - 1).mean() for values in learnt]).sum()
 
-        def on_look(look: Look, state: State) -> None:
-            if look.step == 0 and not math.isfinite(look.loss):
+        def on_look(measured: Look, state: State) -> None:
+            if measured.step == 0 and not math.isfinite(measured.loss):
                 raise LossNotFinite("the loss is not finite at the start; try --dtype float32, or another --initial-factor")
-            numbers = Numbers(*(np.asarray(value, np.float64) for value in self.values(look.parameters)))
+            numbers = Numbers(*(np.asarray(value, np.float64) for value in self.values(measured.parameters)))
             found = Individuals.of(*self.space.individual(Numbers(*(value.astype(np.float32) for value in numbers))))
-            valid = look.allowed and math.isfinite(look.loss)
-            candidate = valid and not (self.pruned_at and 0 < look.step < self.pruned_at)  # these are not pruned yet
+            valid = measured.allowed and math.isfinite(measured.loss)
+            candidate = valid and not (self.pruned_at and 0 < measured.step < self.pruned_at)  # these are not pruned yet
             record = {
                 "id": len(fitness.records),
-                "step": look.step,
+                "step": measured.step,
                 "control_points": _recorded(self.space, numbers),
                 **found.record,
-                "fitness": -look.loss if candidate else None,
-                "task_losses": look.task_losses,
-                "accuracies": look.accuracies,
-                "text_loss": None if math.isnan(look.text_loss) else look.text_loss,
-                **({"text_losses": look.text_losses, "text_quarters": look.text_quarters} if look.text_quarters else {}),
-                **({"text_divergence": look.text_divergence} if look.text_divergence else {}),
-                "train_loss": None if math.isnan(look.train_loss) else look.train_loss,
+                "fitness": -measured.loss if candidate else None,
+                "task_losses": measured.task_losses,
+                "accuracies": measured.accuracies,
+                "text_loss": None if math.isnan(measured.text_loss) else measured.text_loss,
+                **(
+                    {"text_losses": measured.text_losses, "text_quarters": measured.text_quarters}
+                    if measured.text_quarters
+                    else {}
+                ),
+                **({"text_divergence": measured.text_divergence} if measured.text_divergence else {}),
+                "train_loss": None if math.isnan(measured.train_loss) else measured.train_loss,
                 "seconds": round(time.time() - started, 3),
             }
             fitness.records.append(record)
             folder.append([record])
             folder.save_state(state)
-            text = "" if record["text_loss"] is None else f", of text {look.text_loss:.4f}"
-            if look.text_divergence:
-                text += f", {np.mean(look.text_divergence):.4f} from the model as it is"
-            if look.text_quarters:
-                text += f" (quarters of the longest {' '.join(f'{loss:.4f}' for loss in look.text_quarters)})"
-            losses = " ".join(f"{loss:.3f}" for loss in look.task_losses)
+            text = "" if record["text_loss"] is None else f", of text {measured.text_loss:.4f}"
+            if measured.text_divergence:
+                text += f", {np.mean(measured.text_divergence):.4f} from the model as it is"
+            if measured.text_quarters:
+                text += f" (quarters of the longest {' '.join(f'{loss:.4f}' for loss in measured.text_quarters)})"
+            losses = " ".join(f"{loss:.3f}" for loss in measured.task_losses)
             if fitness.objective.groups:
-                named = zip(fitness.objective.groups, look.task_losses, look.accuracies, strict=True)
+                named = zip(fitness.objective.groups, measured.task_losses, measured.accuracies, strict=True)
                 told = (f"{group.title} {loss:.3f} ({100 * right:.0f} % right)" for group, loss, right in named)
                 losses = f"(nats an answer): {'; '.join(told)}"
-            fitness.progress.note(f"step {look.step}/{self.gradient.steps}  loss on held-back questions {losses}{text}")
+            fitness.progress.note(f"step {measured.step}/{self.gradient.steps}  loss on held-back questions {losses}{text}")
             fitness.stop.check()
 
         try:

@@ -118,8 +118,8 @@ def initial_state(parameters: Parameters, num_tasks: int, num_texts: int = 1, *,
     unknown = (math.nan,) * num_tasks
     texts, quarters = ((math.nan,) * num_texts, (math.nan,) * QUARTERS) if num_texts > 1 else ((), ())
     divergences = (math.nan,) * (num_texts * divergence)
-    look = Look(0, math.nan, math.nan, unknown, unknown, math.nan, True, parameters, texts, quarters, divergences)
-    return State(0, parameters, _adam.init(parameters), math.nan, look, 0, quarters)
+    empty = Look(0, math.nan, math.nan, unknown, unknown, math.nan, True, parameters, texts, quarters, divergences)
+    return State(0, parameters, _adam.init(parameters), math.nan, empty, 0, quarters)
 
 
 def prompt_scores(

@@ -50,11 +50,11 @@ class Examples:
 
     def trees_a_step(self, minibatch_size: int | float) -> int:
         """The number of trees that have about `minibatch_size` prompts: at least one, at most all."""
-        trees = len(self.weights)
-        return min(trees, max(1, round(minibatch_size * trees / int(self.is_prompt.sum()))))
+        num_trees = len(self.weights)
+        return min(num_trees, max(1, round(minibatch_size * num_trees / int(self.is_prompt.sum()))))
 
-    def __getitem__(self, at: Int[Array, "n"]) -> "Examples":
-        return Examples(jax.tree.map(lambda leaf: leaf[at], self.batch), self.is_row[at], self.weights[at])
+    def __getitem__(self, indices: Int[Array, "n"]) -> "Examples":
+        return Examples(jax.tree.map(lambda leaf: leaf[indices], self.batch), self.is_row[indices], self.weights[indices])
 
 
 class Share(NamedTuple):
@@ -93,9 +93,9 @@ class Data:
     def num_tasks(self) -> int:
         return len(self.tasks) if self.shares is None else 1 + max(share.task for share in self.shares)
 
-    def part(self, at: int) -> float:
+    def part(self, index: int) -> float:
         """The part of its task's minibatch that entry `index` of `tasks` has."""
-        return 1.0 if self.shares is None else self.shares[at].part
+        return 1.0 if self.shares is None else self.shares[index].part
 
 
 class Windows(NamedTuple):
