@@ -4,7 +4,7 @@
 
 Bounds are far above what any run needs, but low enough that a value within them neither fills the memory nor runs forever
 before a model is opened. A field has the same bounds in every dataclass. Limits that depend on the model, the data or other
-fields are checked where those are known.
+fields are checked when those are known.
 """
 
 import numbers
@@ -171,7 +171,7 @@ def check_text_size(count: int, item: str, characters: int, way_out: str) -> Non
 
 
 def check_individuals(individuals: int) -> None:
-    """Raise UserError for a search of more individuals than a history can hold."""
+    """Raise UserError for a search of more individuals than a history can have."""
     if individuals > MOST_INDIVIDUALS:
         raise UserError(
             f"--generations makes {individuals:,} individuals with these settings, more than {MOST_INDIVIDUALS:,}; "

@@ -322,8 +322,8 @@ def preset_values(name: str, algorithm: str, *, mixture: bool = False) -> dict[s
     if name not in PRESETS:
         raise UserError(f"--preset {name!r} is not known; the presets are: {', '.join(PRESETS)}")
     values = PRESETS[name] | (APPENDIX_C if (name, algorithm) == ("paper", "gradient") else {})
-    of_task = TaskSettings().flat()
-    return {key: value for key, value in values.items() if not (mixture and key in of_task)}
+    task_flags = TaskSettings().flat()
+    return {key: value for key, value in values.items() if not (mixture and key in task_flags)}
 
 
 def as_record(settings: SearchSettings) -> dict[str, Any]:
