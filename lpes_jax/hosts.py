@@ -133,9 +133,9 @@ def gather(value: Value) -> list[Value]:
 def check_alike(record: dict[str, Any], way_out: str = "start all with the same flags, model, data and program") -> None:
     """Raise UserError in all processes if one has another record than the first. The message names the differing entries."""
     records = gather(record)
-    for number, found in enumerate(records):
-        if names := [name for name in {**records[0], **found} if records[0].get(name) != found.get(name)]:
-            values = ", ".join(f"{name} {found.get(name)!r} (the first: {records[0].get(name)!r})" for name in names[:3])
+    for number, other in enumerate(records):
+        if names := [name for name in {**records[0], **other} if records[0].get(name) != other.get(name)]:
+            values = ", ".join(f"{name} {other.get(name)!r} (the first: {records[0].get(name)!r})" for name in names[:3])
             raise UserError(f"process {number} has {values}; {way_out}")
 
 
