@@ -90,7 +90,7 @@ def write_gguf_folder(
     name = f"{checkpoint.path.stem}-lpes.gguf"
     rounding = patch_gguf(checkpoint.path, folder / name, factors, "--factors")
     factors.save(folder / "factors.json")
-    lines = [*rounding.lines(), f"try it where llama.cpp is: llama-cli -m {{out}}/{name}"]
+    lines = [*rounding.lines(), f"to try it with llama.cpp: llama-cli -m {{out}}/{name}"]
     if self_test:
         written, original = (load_llama(source, "float32") for source in (GgufCheckpoint(folder / name), checkpoint))
         lines += write_self_test(folder, written, None, original, factors, tokenizer)

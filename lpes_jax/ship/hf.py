@@ -63,7 +63,7 @@ def write_hf_folder(
         write_config(folder, more)
         rest = replace(factors, gains=None, gains_granularity=None)
         rates, rates_in = _remote_code(folder, config, factors), MODELING.name
-        lines.append(f"factors: in {rates_in}, which is loaded with trust_remote_code=True alone")
+        lines.append(f"factors: in {rates_in}, which is loaded only with trust_remote_code=True")
     elif rates:
         lines.append("factors: the same in all layers, as divisors of a RoPE of type longrope")
     mark = Mark(factors.sha256, gains="query weights" if has_gains else None, rates=rates_in)

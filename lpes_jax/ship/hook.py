@@ -50,7 +50,7 @@ def write_hook_folder(
         return []
     recorded = _recorded(load_llama(checkpoint, "float32"), tokenizer, factors)
     (folder / "self_test.json").write_text(json.dumps(recorded) + "\n", encoding="utf-8")
-    return [f"try it where torch and transformers are: python {{out}}/{_THERE}"]
+    return [f"to try it with torch and transformers: python {{out}}/{_THERE}"]
 
 
 def _recorded(model: Llama, tokenizer: Any, factors: LayerFactors) -> dict[str, Any]:

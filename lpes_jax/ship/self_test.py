@@ -38,8 +38,8 @@ _MOST_PAIRS = 2**14  # no model has longer prompts
 _POINTS, _CANDIDATES, _NEW = 6, 5, 8
 _ABOUT = (
     "log-probabilities (nats) by lpes_jax in float32: at each point, of the token ids `ids` after the first `tokens` of the "
-    "prompt's ids; log_probs with the factors, plain_log_probs without them. A server in 16 bits is off by some hundredths, and "
-    "one that rounds activations to 8 bits by some tenths; it has the factors if it is nearer to log_probs"
+    "prompt's ids; log_probs with the factors, plain_log_probs without them. A server in 16 bits is off by some hundredths, "
+    "and one that rounds activations to 8 bits by some tenths; it has the factors if it is nearer to log_probs"
 )
 
 
@@ -123,7 +123,7 @@ def write_self_test(
 def write_script(folder: Path) -> list[str]:
     """Write the program that compares transformers with self_test.json into the folder. Returns lines to print."""
     shutil.copyfile(SCRIPT, folder / "self_test.py")
-    return ["try it where torch and transformers are: python {out}/self_test.py"]
+    return ["to try it with torch and transformers: python {out}/self_test.py"]
 
 
 def longest_searched(factors: LayerFactors, tokenizer: Any) -> int:
