@@ -66,9 +66,9 @@ def main(s: Settings) -> None:
     """Write both texts."""
     s.output_path.mkdir(parents=True, exist_ok=True)
     for name, files in KINDS.items():
-        in_turn = [text for row in zip_longest(*(documents(s.data / file) for file in files)) for text in row if text]
-        write_text(s.output_path / f"{name}.txt", "\n\n".join(in_turn) + "\n")
-        print(f"{name}.txt: {len(in_turn)} documents, {sum(map(len, in_turn)):,} characters")
+        alternating = [text for row in zip_longest(*(documents(s.data / file) for file in files)) for text in row if text]
+        write_text(s.output_path / f"{name}.txt", "\n\n".join(alternating) + "\n")
+        print(f"{name}.txt: {len(alternating)} documents, {sum(map(len, alternating)):,} characters")
 
 
 if __name__ == "__main__":

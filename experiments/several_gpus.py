@@ -124,33 +124,33 @@ def main(s: Settings) -> None:
         ]
         for name, row in table.items()
     ]
-    where = environment()
-    write_json(s.output_path / "summary.json", {"rows": table, "model": s.model, **where})
+    origin = environment()
+    write_json(s.output_path / "summary.json", {"rows": table, "model": s.model, **origin})
     write_text(s.output_path / "tables.md", f"# One device and {s.devices}\n\n{markdown_table(header, rows)}\n")
     print((s.output_path / "tables.md").read_text())
 
 
 def compared(first: Path, second: Path) -> dict[str, Any]:
-    """How far the histories of two finished runs lie apart, line by line, and what their lines took. Raises UserError."""
-    one, several = (
+    """The largest differences of the histories of two finished runs, and the seconds of their lines. Raises UserError."""
+    single, several = (
         [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()] for folder in (first, second)
     )
-    if len(one) != len(several):
-        raise UserError(f"{second}: {len(several)} lines of history, and {len(one)} in {first}")
+    if len(single) != len(several):
+        raise UserError(f"{second}: {len(several)} lines of history, and {len(single)} in {first}")
 
     def apart(name: str) -> float:
-        pairs = [(a[name], b[name]) for a, b in zip(one, several, strict=True) if a.get(name) is not None]
+        pairs = [(a[name], b[name]) for a, b in zip(single, several, strict=True) if a.get(name) is not None]
         return max((float(np.abs(np.subtract(*pair)).max()) for pair in pairs), default=0.0)
 
     def seconds(history: list[dict[str, Any]]) -> float:
         return history[-1]["seconds"] - history[1]["seconds"] if "seconds" in history[-1] and len(history) > 2 else 0.0
 
     return {
-        "lines": len(one),
-        "first_apart": abs((one[0].get("fitness") or 0) - (several[0].get("fitness") or 0)),
+        "lines": len(single),
+        "first_apart": abs((single[0].get("fitness") or 0) - (several[0].get("fitness") or 0)),
         "fitness_apart": apart("fitness"),
         "factors_apart": apart("factors"),
-        "seconds_one": seconds(one),
+        "seconds_one": seconds(single),
         "seconds_all": seconds(several),
     }
 
