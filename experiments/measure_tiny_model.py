@@ -85,7 +85,9 @@ def measure(settings: Measurement) -> dict[str, Any]:
         profiles = [(kept, factor) for factor in s.probe for kept in range(layers)]
         factors = np.array([np.where(np.arange(layers) < kept, 1.0, factor) for kept, factor in profiles])
         probed = accuracies(s.test_pairs, s.probe_examples, np.concatenate([ones, factors]))
-        print(f"\n1 in the first layers, another factor behind, {s.test_pairs} pairs, {s.probe_examples} examples: the best")
+        print(
+            f"\n1 in the first layers, another factor after them, {s.test_pairs} pairs, {s.probe_examples} examples: the best"
+        )
         show("as it is", probed[0])
         best = np.argsort(-probed[1:].mean(axis=1), kind="stable")
         result["step"] = [

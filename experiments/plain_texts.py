@@ -2,7 +2,7 @@
 
     python experiments/plain_texts.py --data FOLDER --output-path FOLDER
 
-FOLDER holds L-Eval's coursera.jsonl, scientific_qa.jsonl and quality.jsonl in l_eval/, QMSum's ALL_val.jsonl in qmsum/, and
+FOLDER contains L-Eval's coursera.jsonl, scientific_qa.jsonl and quality.jsonl in l_eval/, QMSum's ALL_val.jsonl in qmsum/, and
 ZeroSCROLLS' gov_report_validation.jsonl and book_sum_sort_validation.jsonl in zero_scrolls/. `mixed` takes lectures, papers,
 meetings and reports in turn, `fiction` stories and summaries of novels, each at most MOST characters of a document, so that the
 searched first 40 % and the held-out rest of a file have all of its kinds.

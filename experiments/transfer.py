@@ -1,4 +1,4 @@
-"""Do factors transfer to what they were not searched on: other lengths, keys, tasks, plain text, other models?
+"""Do factors transfer beyond their search: to other lengths, keys, tasks, plain text, other models?
 
     python experiments/transfer.py --models smollm2-135m-instruct --factors short=A/factors.json mixed=B/factors.json \\
         --num-pairs 5 10 20 --other-key-lengths 8 --num-sentences 40 --data nq-open-oracle.jsonl.gz --oracle \\
