@@ -17,7 +17,7 @@ def _jaxtyped(*arguments: Any, **named: Any) -> Any:
 
 
 def _unless_inside(decorate: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda it: it if "<locals>" in getattr(it, "__qualname__", "") else decorate(it)
+    return lambda decorated: decorated if "<locals>" in getattr(decorated, "__qualname__", "") else decorate(decorated)
 
 
 jaxtyping.jaxtyped = _jaxtyped

@@ -80,8 +80,8 @@ def test_weights_stand_in_shards_and_are_whole_together(models, tiny_model):
     split = models[PAIRS]
     for leaf, whole in zip(jax.tree.leaves(split), jax.tree.leaves(tiny_model), strict=True):
         np.testing.assert_array_equal(leaf, whole)
-    assert {it.data.shape for it in split.layers.query[...].addressable_shards} == {(3, 48, 24)}
-    assert {it.data.shape for it in split.layers.down[...].addressable_shards} == {(3, 48, 48)}
+    assert {shard.data.shape for shard in split.layers.query[...].addressable_shards} == {(3, 48, 24)}
+    assert {shard.data.shape for shard in split.layers.down[...].addressable_shards} == {(3, 48, 48)}
     assert put_model(split, PAIRS).layers.key[...] is split.layers.key[...]  # what is there already is not copied
 
 

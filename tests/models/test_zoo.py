@@ -405,7 +405,7 @@ def test_what_is_not_on_the_hub_has_no_revision(tmp_path):
     assert zoo.resolve(str(tmp_path), "main") == zoo.resolve(str(tmp_path), "v1", weights=False) == tmp_path
 
 
-def of_shards(*shards: str) -> str:
+def shard_index(*shards: str) -> str:
     return json.dumps({"metadata": {}, "weight_map": {f"tensor {n}": shard for n, shard in enumerate(shards)}})
 
 
@@ -423,12 +423,12 @@ NOT_FETCHED = [
     "weights, index, wanted",
     [
         (["model.safetensors"], None, ["model.safetensors"]),
-        ([*SHARDS, INDEX], of_shards(*SHARDS, SHARDS[0]), [*SHARDS, INDEX]),
-        ([*SHARDS, "model-00001-of-00002.safetensors", INDEX], of_shards(*SHARDS), [*SHARDS, INDEX]),  # of another upload
-        (["model.safetensors", *SHARDS, INDEX], of_shards(*SHARDS), [*SHARDS, INDEX]),
+        ([*SHARDS, INDEX], shard_index(*SHARDS, SHARDS[0]), [*SHARDS, INDEX]),
+        ([*SHARDS, "model-00001-of-00002.safetensors", INDEX], shard_index(*SHARDS), [*SHARDS, INDEX]),  # of another upload
+        (["model.safetensors", *SHARDS, INDEX], shard_index(*SHARDS), [*SHARDS, INDEX]),
         (
             ["a.safetensors", "b.safetensors", INDEX],
-            of_shards("a.safetensors", "b.safetensors"),
+            shard_index("a.safetensors", "b.safetensors"),
             ["a.safetensors", "b.safetensors", INDEX],
         ),
         (["model.safetensors", *SHARDS], None, ["model.safetensors"]),
@@ -446,7 +446,7 @@ def test_of_a_hub_model_the_files_are_fetched_that_its_index_names(weights, inde
         (["consolidated.safetensors"], None, "no model.safetensors of it .of safetensors: consolidated.safetensors"),
         (["metal/model.safetensors"], None, "no model.safetensors"),
         (SHARDS, None, "no model.safetensors"),
-        (SHARDS[:2], of_shards(*SHARDS), f"no {SHARDS[2]} of it"),
+        (SHARDS[:2], shard_index(*SHARDS), f"no {SHARDS[2]} of it"),
         (SHARDS, "[]", "has no weight_map"),
         (SHARDS, '{"weight_map": 3}', "has no weight_map"),
         (SHARDS, "not JSON", "has no weight_map"),
@@ -459,7 +459,7 @@ def test_hub_models_whose_weights_are_not_there_are_refused(weights, index, name
 
 def test_a_hub_id_with_shards_is_downloaded_without_other_copies(resolve_from, hub, tmp_path, monkeypatch):
     weights = {name: name.encode() for name in ("consolidated.safetensors", "metal/model.safetensors", *SHARDS)}
-    files = {"config.json": b"{}", INDEX: of_shards(*SHARDS).encode()} | weights
+    files = {"config.json": b"{}", INDEX: shard_index(*SHARDS).encode()} | weights
     monkeypatch.setitem(Hub.repos, "org/shards", files)
     monkeypatch.setitem(Hub.repos, "org/consolidated", {"config.json": b"{}", "consolidated.safetensors": b"weights"})
     folder = Path(resolve_from(hub, "org/shards", tmp_path))

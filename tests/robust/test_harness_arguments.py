@@ -298,7 +298,7 @@ def thoughts(folder: Path) -> tuple[list[str], list[list[int]], str, int]:
     ids = generate_ids(loaded.model, encoded, max_new_tokens=24, stop=loaded.stop_ids)
     texts = loaded.tokenizer.batch_decode(ids, skip_special_tokens=True)
     end = next(one for text in texts for one in text[3:-3] if one.isprintable() and one not in " \ufffd")
-    return prompts, ids, end, next(token for of_text in ids for token in of_text[6:-6] if token not in of_text[-6:])
+    return prompts, ids, end, next(token for row in ids for token in row[6:-6] if token not in row[-6:])
 
 
 @with_harness
@@ -308,14 +308,14 @@ def test_the_answer_is_what_follows_the_thoughts(folder, thoughts, kind):
     end = {"text": end_text, "id": end_id, "digits": str(end_id)}[kind]
     model = model_of(folder, think_end_token=end, enable_thinking=True)
 
-    def decoded(of_texts: list[list[int]]) -> list[str]:
-        return model.tokenizer.batch_decode(of_texts, skip_special_tokens=True)
+    def decoded(texts: list[list[int]]) -> list[str]:
+        return model.tokenizer.batch_decode(texts, skip_special_tokens=True)
 
     if kind == "text":
         expected = [text.rpartition(end_text)[2].lstrip() for text in decoded(ids)]
     else:
-        last = [max((at for at, token in enumerate(of_text) if token == end_id), default=-1) for of_text in ids]
-        expected = [text.lstrip() for text in decoded([of_text[at + 1 :] for of_text, at in zip(ids, last, strict=True)])]
+        last = [max((index for index, token in enumerate(row) if token == end_id), default=-1) for row in ids]
+        expected = [text.lstrip() for text in decoded([row[index + 1 :] for row, index in zip(ids, last, strict=True)])]
     assert model.generate_until(asked(*prompts), disable_tqdm=True) == expected != decoded(ids)
     # Stop texts end the answer, and not the thoughts.
     whole, answer = next(

@@ -191,8 +191,8 @@ def test_shards_keep_precision_and_links_are_not_written_through(tmp_path, dtype
             if "q_proj" not in name:
                 np.testing.assert_array_equal(found[name], values)
                 continue
-            of_rows = np.tile(gains[int(name.split(".")[2])], 4).reshape(-1, *[1] * (values.ndim - 1))
-            np.testing.assert_array_equal(found[name], (values.astype(np.float32) * of_rows).astype(dtype))
+            row_logits = np.tile(gains[int(name.split(".")[2])], 4).reshape(-1, *[1] * (values.ndim - 1))
+            np.testing.assert_array_equal(found[name], (values.astype(np.float32) * row_logits).astype(dtype))
     kind = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}[np.dtype(dtype).name]
     assert f"gains: in 8 tensors (8 of type {kind}); rounding moves a row by" in capsys.readouterr().out
     mark = json.loads((folder / "config.json").read_text())[KEY]
