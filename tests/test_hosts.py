@@ -148,7 +148,7 @@ def test_flags_that_cannot_be_are_refused(flags, named):
     assert named in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_one_process_is_alone():
+def test_one_process_needs_no_others():
     assert not check_hosts(HostSettings()) and check_hosts(HERE) and check_hosts(HostSettings(distributed=True))
     assert gather("x") == ["x"] and from_first(lambda: 3) == 3
     check_alike({"anything": 1})

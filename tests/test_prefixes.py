@@ -87,7 +87,7 @@ def both_ways_cut(tiny_model):
 
 @given(families())
 @settings(max_examples=40, deadline=None)
-def test_a_tree_of_rows_scores_as_the_rows_alone(both_ways, rows):
+def test_a_tree_of_rows_scores_like_separate_rows(both_ways, rows):
     (correct, log_likelihood), (alone_correct, alone_likelihood) = both_ways(rows)
     np.testing.assert_array_equal(correct, alone_correct)
     np.testing.assert_allclose(log_likelihood, alone_likelihood, atol=1e-4, rtol=1e-5)
@@ -256,7 +256,7 @@ def test_few_individuals_are_scored_by_few_programs(tiny_model, monkeypatch):
     assert few.compilations == 1 < many.compilations
 
 
-def test_generation_compiles_another_width_where_that_is_worth_it(tiny_model, monkeypatch):
+def test_generation_compiles_another_width_if_that_saves_time(tiny_model, monkeypatch):
     prompts = [prompt.ids for length in (20, 150) for prompt in haystacks(1, length=length, count=2)]
     run, widths = generation.continuation, []
 
@@ -302,7 +302,7 @@ def test_the_model_of_memory_is_near_what_the_compiler_takes(tiny_model):
     st.integers(1, 4),
     st.sampled_from([None, 1, 3]),
 )
-def test_batches_hold_every_tree_once_within_the_room_and_pad_less_than_one_shape_for_all(shapes, room, shards, most):
+def test_batches_contain_every_tree_once_within_the_room_and_pad_less_than_one_shape_for_all(shapes, room, shards, most):
     trees = [
         Tree([i], *(np.zeros(prefix + branches, int),) * 3, prefix, np.zeros(1, int), [np.zeros(1, int)])
         for i, (prefix, branches) in enumerate(shapes)
@@ -342,7 +342,7 @@ def test_roots_are_cut_where_padding_them_costs_more():
 
 @given(families())
 @settings(max_examples=40, deadline=None)
-def test_a_tree_with_its_root_cut_scores_as_its_rows_alone(both_ways_cut, rows):
+def test_a_tree_with_its_root_cut_scores_like_separate_rows(both_ways_cut, rows):
     (correct, log_likelihood), (alone_correct, alone_likelihood) = both_ways_cut(
         [(BEFORE + ids, answer) for ids, answer in rows]
     )

@@ -102,7 +102,7 @@ def test_llama3_frequencies():
     np.testing.assert_allclose(frequencies[35:], plain[35:] / 8, rtol=1e-6)
 
 
-def test_dynamic_base_grows_beyond_the_trained_window_alone():
+def test_dynamic_base_grows_only_beyond_the_trained_window():
     rope = RopeParameters.from_hf(KINDS["dynamic"][0])
     plain = inverse_frequencies(RopeParameters(1e4), 128)
     for length in (0, 1, 4096):
@@ -380,7 +380,7 @@ def test_each_group_rotates_by_its_own_row():
     shift=st.integers(0, 2000),
     factor=st.floats(0.5, 4, width=32),
 )
-def test_scores_depend_on_the_distance_alone(seed, query, key, shift, factor):
+def test_scores_depend_only_on_the_distance(seed, query, key, shift, factor):
     q, k = np.random.default_rng(seed).standard_normal((2, 1, 1, 16)).astype(np.float32)
     inv_freq = scale_layers(inverse_frequencies(RopeParameters(1e4), 16), jnp.array([factor], jnp.float32))[0]
 

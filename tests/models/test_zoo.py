@@ -480,7 +480,7 @@ def test_hub_ids_that_do_not_exist_and_hubs_that_do_not_answer(resolve_from, hub
     assert said.startswith("error: 'org/absent' is no folder here, and the hub does not answer") and "\n" not in said
 
 
-def test_hub_models_of_pickles_alone_and_those_behind_a_gate_are_refused(resolve_from, hub, tmp_path):
+def test_hub_models_with_only_pickles_and_gated_ones_are_refused(resolve_from, hub, tmp_path):
     said = resolve_from(hub, "org/pickles", tmp_path)
     assert said.startswith("error: 'org/pickles' is no folder here, and the hub has no safetensors of it") and "\n" not in said
     assert "save_pretrained" in said and ".gguf" in said

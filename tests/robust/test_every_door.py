@@ -406,7 +406,7 @@ def test_every_public_name_and_verb_is_here():
 
 
 @pytest.mark.parametrize(("name", "what"), FED)
-def test_it_refuses_or_does_as_all_do(name: str, what: str, folders: Folders, capfd):
+def test_all_doors_refuse_or_do_the_same(name: str, what: str, folders: Folders, capfd):
     def said() -> str:
         captured = capfd.readouterr()
         return captured.out + captured.err

@@ -136,12 +136,12 @@ def test_the_arguments_are_those_of_hf():
 
 
 @pytest.mark.parametrize(("name", "value", "meant"), TAKEN_VALUES)
-def test_it_is_taken(name: str, value: Any, meant: Any):
+def test_the_argument_is_accepted(name: str, value: Any, meant: Any):
     assert getattr(read_arguments({name: value}), name) == meant
 
 
 @pytest.mark.parametrize(("name", "value", "said"), REFUSED_VALUES)
-def test_it_is_refused_by_name(name: str, value: Any, said: str | None):
+def test_the_argument_is_refused_by_name(name: str, value: Any, said: str | None):
     if said is None:
         assert getattr(read_arguments({name: value}), name) is None
         return
@@ -214,7 +214,7 @@ CHATS: list[list[dict[str, str]]] = [
 
 
 @with_harness
-def test_the_template_gets_what_is_given_for_it(folder):
+def test_the_template_gets_its_arguments(folder):
     def rendered(chat: list[dict[str, str]], **arguments: Any) -> str:
         return model_of(folder, **arguments).apply_chat_template(chat)
 

@@ -77,7 +77,7 @@ def test_factors_that_do_not_fit(tiny_model, tokenizer, factors, granularity, sa
             lj.generate(tiny_model, tokenizer, "hello", factors)
 
 
-def test_one_factor_never_stands_for_all_layers_of_a_table(tiny_config):
+def test_one_factor_is_never_used_for_all_layers_of_a_table(tiny_config):
     table = tiny_config.rope_table(8).inv_freq
     with pytest.raises(lj.UserError, match="1 layers of factors, but the table has 3"):
         lj.scale_layers(table, jnp.ones(1))

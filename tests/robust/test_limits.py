@@ -213,7 +213,7 @@ def test_names_that_no_file_can_have_are_one_line(command, flag, capfd):
     assert line.startswith(f"error: {flag} ") and len(line) < 200
 
 
-def test_the_same_in_python():
+def test_names_that_no_file_can_have_are_one_line_in_python():
     for name in (LONG, "a\0b", "~nobody-of-this-name/x"):
         with pytest.raises(UserError) as refused:
             resolve(name)

@@ -377,7 +377,7 @@ def test_a_search_records_its_model_and_takes_anothers_start_where_that_is_asked
         check_model(new, load(str(folders["own"]), "float32").model.config)
 
 
-def test_python_has_a_keyword_for_it(folders, factors_file):
+def test_python_has_a_keyword_for_another_model(folders, factors_file):
     factors, tokens = LayerFactors.load(factors_file), jnp.array([[1, 2, 3]], jnp.int32)
     own, other = (lj.load_model(str(folders[name]), "float32") for name in ("own", "rope"))
     assert lj.logits(own, tokens, factors).shape == (1, 3, 300)

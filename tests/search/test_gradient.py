@@ -191,7 +191,7 @@ def test_prompts_that_are_alike_are_grouped_where_that_halves_the_cost(tiny_conf
     assert between_families(haystacks([16]), 2, 6) == 6
 
 
-def test_loss_and_gradient_of_shared_prompts_are_those_of_prompts_alone(tiny_model, tiny_config):
+def test_loss_and_gradient_of_shared_prompts_are_those_of_separate_prompts(tiny_model, tiny_config):
     prompts = haystacks([3, 4])
     trees = shared_trees(prompts, tiny_config, 4)
     assert trees == [[0, 1, 2], [3, 4, 5, 6]]

@@ -134,7 +134,7 @@ def test_mistakes_in_a_file_are_one_line_with_block_and_key(folder, text, messag
     assert str(error.value).startswith(f"--mixture {path}") and message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_mixture_stands_alone_and_only_in_a_search(folder):
+def test_a_mixture_is_the_only_task_flag_and_only_in_a_search(folder):
     path = write(folder, KV + "3")
     for changes, message in (
         ({"num_pairs": 3}, "so --num-pairs cannot be a flag"),

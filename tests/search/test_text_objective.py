@@ -28,7 +28,7 @@ def windows_of(shape: tuple[int, int]) -> jax.Array:
 
 
 @pytest.mark.parametrize("chunk", [4, 5, 256])
-def test_it_is_the_divergence_of_the_distributions(tiny_model, chunk):
+def test_the_loss_is_the_divergence_of_the_distributions(tiny_model, chunk):
     tokens, y = windows_of((2, 13)), np.array([1.5, 0.8, 2.0])
     own = tiny_model.config.rope_table(13)
     found = token_divergence(tiny_model, tokens, of_table(divided(own, jnp.asarray(y))), tiny_model, of_table(own), chunk)

@@ -201,7 +201,7 @@ def test_shards_keep_precision_and_links_are_not_written_through(tmp_path, dtype
         exported(folder, FOUND["gains"], tmp_path / "twice")
 
 
-def test_what_float16_cannot_hold_is_refused(tmp_path):
+def test_gains_that_overflow_float16_are_refused(tmp_path):
     source = source_of(tmp_path / "source", "llama")
     weights = {name: values.astype(np.float16) for name, values in load_file(source / "model.safetensors").items()}
     weights["model.layers.1.self_attn.q_proj.weight"][0, 0] = 60_000

@@ -165,7 +165,7 @@ def test_the_weights_are_those_that_folding_gives(original, data):
             np.testing.assert_array_equal(getattr(patched.layers, name)[...], leaf[...])
 
 
-def test_rows_behind_the_queries_of_a_fused_tensor_stay(tmp_path):
+def test_rows_after_the_queries_of_a_fused_tensor_stay(tmp_path):
     """And so do elements of a head that are not rotated."""
     source = write_model(tmp_path / "m.gguf", "phi3", rope__dimension_count=6)
     patch_gguf(source, tmp_path / "out.gguf", gains(np.full((2, 3), 1.5)))
@@ -201,7 +201,7 @@ def test_scales_that_become_subnormal_are_counted(tmp_path):
 
 
 @pytest.mark.parametrize("alignment", [32, 256])
-def test_metadata_and_divisors_are_added_behind_what_is_there(tmp_path, alignment):
+def test_metadata_and_divisors_are_appended(tmp_path, alignment):
     source = write_model(tmp_path / "m.gguf")
     if alignment != 32:  # the package writes that key where it writes the padding
         writer_alignment(source, alignment)
@@ -306,7 +306,7 @@ def test_what_a_file_has_no_place_for_is_refused_in_a_line(tmp_path, model, fact
     assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
 
 
-def test_it_is_marked_and_takes_factors_once(tmp_path):
+def test_a_patched_file_is_marked_and_takes_factors_once(tmp_path):
     source, target = write_model(tmp_path / "m.gguf", "qwen2"), tmp_path / "out.gguf"
     both = LayerFactors.uniform(2.0, 2)
     for factors, stored in (

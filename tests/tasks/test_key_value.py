@@ -59,7 +59,7 @@ def test_one_pair_is_one_line():
     assert '\n\nJSON data:\n{"k": "v"}\n\nKey: "k"\n' in text
 
 
-def test_braces_in_the_data_are_left_alone():
+def test_braces_in_the_data_stay():
     text = KeyValue(num_pairs=2).prompt(Example("{key}", "{}", (("{0}", "}{"),)), 1).text
     assert '{"{0}": "}{",\n "{key}": "{}"}\n\nKey: "{key}"\n' in text
 
@@ -80,7 +80,7 @@ def test_a_slot_that_is_not_there(slot):
 
 @given(st.integers(1, 12), st.data())
 @settings(max_examples=40, deadline=None)
-def test_gold_stands_at_the_slot_and_the_others_keep_their_order(num_pairs, data):
+def test_gold_is_at_the_slot_and_the_others_keep_their_order(num_pairs, data):
     slot = data.draw(st.integers(0, num_pairs - 1))
     task = KeyValue(num_pairs=num_pairs, key_length=6)
     [example] = task.examples("test", 1, seed=data.draw(st.integers(0, 2**32)))
