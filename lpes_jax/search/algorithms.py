@@ -224,7 +224,7 @@ class Gradient:
             if fitness.objective.groups:
                 named = zip(fitness.objective.groups, measured.task_losses, measured.accuracies, strict=True)
                 told = (f"{group.title} {loss:.3f} ({100 * right:.0f} % right)" for group, loss, right in named)
-                losses = f"(nats an answer): {'; '.join(told)}"
+                losses = f"(nats per answer): {'; '.join(told)}"
             fitness.progress.note(f"step {measured.step}/{self.gradient.steps}  loss on held-back questions {losses}{text}")
             fitness.stop.check()
 

@@ -62,7 +62,7 @@ def fit(
         overlength=settings.questions.overlength,
     )
     if prompts and not fitted.prompts:
-        raise UserError("--overlength skip leaves out all questions; use fewer items a prompt")
+        raise UserError("--overlength skip leaves out all questions; use fewer items per prompt")
     return fitted.prompts
 
 
