@@ -96,7 +96,7 @@ def changes(source: str) -> list[tuple[int, str, str]]:
 
 
 def draw(seed: int, count: int) -> list[dict]:
-    """As many of each file, as far as that goes; a line at most once."""
+    """Equally many mutants of each file; each line at most once."""
     rng, drawn = random.Random(seed), []
     for number, file in enumerate(FILES):
         share = count // len(FILES) + (number < count % len(FILES))

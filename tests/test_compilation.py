@@ -19,7 +19,7 @@ NAMES = ("jax_compilation_cache_dir", "jax_enable_compilation_cache", *compilati
 
 
 def new_process() -> None:
-    """JAX forgets what it has compiled, and which folder it has looked into."""
+    """Make JAX forget its compiled programs, and the folder of its cache."""
     jax.clear_caches()
     compilation_cache.reset_cache()
 

@@ -1,4 +1,4 @@
-"""What a result carries: differences from the baseline worked out by hand, and where it comes from."""
+"""The contents of a result: differences from the baseline, computed by hand, and its origin."""
 
 import hashlib
 import subprocess

@@ -57,7 +57,7 @@ def family(name: str, folder: Path) -> lj.Llama:
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_a_gain_multiplies_its_frequencies_part_of_q_k(granularity):
-    """By hand: the dot product of each pair of elements, rotated, times the pair's gain; what is not rotated has none."""
+    """By hand: the dot product of each pair of elements, rotated, times the pair's gain; others have no gain."""
     rng = np.random.default_rng(1)
     q, k = (jnp.asarray(rng.standard_normal((1, 3, heads, 12)), jnp.float32) for heads in (4, 2))
     inv_freq = jnp.asarray([1.0, 0.3, 0.1, 0.02])[None]

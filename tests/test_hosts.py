@@ -56,7 +56,7 @@ def pair(nursery: Nursery, folder: Path, algorithm: str, *more: object, second_f
 
 
 def untroubled(run: Path) -> tuple[object, dict]:
-    """What a run has left, but for what it ran on."""
+    """The files of a run, without its devices."""
     history, factors = left(run)
     for name in ("devices", "xla_flags"):
         del factors["search"][name]
@@ -64,7 +64,7 @@ def untroubled(run: Path) -> tuple[object, dict]:
 
 
 def same_as_alone(folder: Path) -> bool:
-    """Has the first process found what one alone did, and has it alone written and printed?"""
+    """Whether the first process found the same as a single one, and only it wrote and printed."""
     quiet = log(folder / "1")
     only = (folder / "0" / "results.json").exists() and not (folder / "1").exists()
     return untroubled(folder / "0") == untroubled(folder / "alone") and only and "lpes" not in quiet and "prompts" not in quiet

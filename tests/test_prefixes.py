@@ -51,7 +51,7 @@ LARGEST: list[Row] = [([7] * 31 + [row] * 25, [8] * 6) for row in range(4)]  # i
 
 @pytest.fixture(scope="module")
 def both_ways(tiny_model):
-    """Scores of four rows as a tree, which stands beside the largest one, and alone; each compiled once."""
+    """Scores of four rows as a tree (in a batch with the largest tree), and as separate rows; each compiled once."""
     method, score = of_table(tiny_model.config.rope_table(64)), jax.jit(lambda *inputs: batch_scores(*inputs))
 
     def run(rows: list[Row]):
@@ -70,7 +70,7 @@ BEFORE = list(range(50, 90))  # what all roots begin with, and more than is left
 
 @pytest.fixture(scope="module")
 def both_ways_cut(tiny_model):
-    """Scores of four rows that begin with `BEFORE` as a tree whose root is cut to 32 tokens, and alone; each compiled once."""
+    """Scores of four rows that begin with `BEFORE`: as a tree with its root cut to 32 tokens, and as rows. Each compiles once."""
     method, score = of_table(tiny_model.config.rope_table(192)), jax.jit(lambda *inputs: batch_scores(*inputs))
 
     def run(rows: list[Row]):

@@ -1,4 +1,4 @@
-"""The verb profile on the bundled model: its page, and that what it says is what the model does."""
+"""The verb profile on the bundled model: its page, and its claims against the model's own scores."""
 
 import json
 import time

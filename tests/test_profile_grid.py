@@ -24,7 +24,7 @@ def words(texts: list[str]) -> dict[str, list[list[int]]]:
 
 @pytest.fixture
 def grid(tiny_model: Llama) -> Callable[..., Grid]:
-    """Makes one of kv and near_keys, at three positions, with these shares of right answers where the fact stands alone."""
+    """Makes one of kv and near_keys, at three positions, with these shares of right answers without a haystack."""
 
     def make(candidates: int = 1, ceilings: tuple[float, ...] = (1.0, 0.2), lengths: tuple[int, ...] = LENGTHS) -> Grid:
         tokenizer: Any = words
@@ -39,7 +39,7 @@ def grid(tiny_model: Llama) -> Callable[..., Grid]:
 
 
 def fill(grid: Grid, name: Any, length: int, units: int, *accuracy: tuple[float, ...]) -> None:
-    """A column with the accuracy of each candidate at each position, in so many units of one question."""
+    """A column with the accuracy of each candidate at each position, in `units` units of one question."""
     column = grid.columns[name, length]
     values = np.array(
         [[[number < round(share * units) for share in row_shares] for row_shares in accuracy] for number in range(units)], float

@@ -78,7 +78,7 @@ KINDS: dict[str, tuple[dict, int]] = {
 @pytest.mark.parametrize("length", [100, 4096, 4097, 50_000])
 @pytest.mark.parametrize("name", KINDS)
 def test_frequencies_equal_transformers(name, length):
-    """Also where they depend on the length of the text: up to the trained window, and beyond."""
+    """Also if they depend on the length of the text: up to the trained window, and beyond."""
     torch = pytest.importorskip("torch")
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding

@@ -1,4 +1,4 @@
-"""Every kind of task through the verbs: what the folder says is what the outputs give, computed anew."""
+"""Every kind of task through the verbs: the folder's figures against figures computed again from the outputs."""
 
 import csv
 import json

@@ -112,7 +112,7 @@ def test_the_likelihood_of_texts_is_that_of_one_device(models, prompts, tiny_mod
 
 
 def collectives(scorer: Scorer, mesh: Mesh, size: int) -> list[str]:
-    """The lines of the compiled program by which devices speak to each other, for so many individuals."""
+    """The communication between devices in the compiled program, for a number of individuals."""
     by_trees = size < mesh.shape["population"]
     placed = scorer.placed("trees" if by_trees else "individuals")
     factors = put(np.ones((size, 3), np.float32), scorer._everywhere if by_trees else scorer._by_population)

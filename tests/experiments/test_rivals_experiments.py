@@ -1,4 +1,4 @@
-"""The experiments on rivals and benchmarks: known answers, what is listed without data, resuming."""
+"""The experiments on rivals and benchmarks: known answers, the list of missing data, resuming."""
 
 import json
 import sys

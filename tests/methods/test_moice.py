@@ -1,4 +1,4 @@
-"""MoICE against NumPy, its router's training, and what it must leave alone."""
+"""MoICE against NumPy, its router's training, and what it must not change."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Ms-PoE against NumPy, and what it must leave alone."""
+"""Ms-PoE against NumPy, and what it must not change."""
 
 from dataclasses import replace
 

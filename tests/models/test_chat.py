@@ -31,7 +31,7 @@ DATED = "{%- set today = strftime_now('%d %B %Y') %}{{ today }}, {{ strftime_now
 
 
 def make_tokenizer(template: str | None, bos: bool = True) -> PreTrainedTokenizerFast:
-    """Bytes for tokens, <s> before every text where `bos`."""
+    """Bytes for tokens; with `bos`, <s> before every text."""
     return byte_tokenizer(("<s>", "<|im_start|>", "<|im_end|>"), bos=bos, chat_template=template)
 
 

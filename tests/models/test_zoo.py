@@ -84,7 +84,7 @@ def test_the_zoo_has_the_models_of_the_paper():
 
 
 def expected_config(name: str) -> LlamaConfig:
-    """What model.json says, as a config: it lacks only what the tests do not look at."""
+    """model.json as a config, without entries that the tests do not read."""
     expected = json.loads((ZOO / name / "model.json").read_text())["config"]
     return LlamaConfig(**expected | {"rope": RopeParameters(**expected["rope"])}, rms_norm_eps=1e-5)
 

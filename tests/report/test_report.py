@@ -1,4 +1,4 @@
-"""Tables say what they were given; pictures are written, the same each time, and show what they were given."""
+"""Tables and pictures show their input; pictures are the same each time."""
 
 import io
 import subprocess

@@ -339,7 +339,7 @@ class Doctor(Verb):
 
 
 class Harness(Door):
-    """lm-evaluation-harness's model, where the harness is installed."""
+    """lm-evaluation-harness's model, if the harness is installed."""
 
     def model(self, folder: Path) -> Any:
         pytest.importorskip("lm_eval")
@@ -367,7 +367,7 @@ def request(text: str) -> SimpleNamespace:
 
 
 class Settings(Door):
-    """Only holds settings: what reads them checks them."""
+    """Has only settings; their readers check them."""
 
     text = "is a record of settings"
 

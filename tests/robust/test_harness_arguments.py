@@ -288,7 +288,7 @@ def test_templates_by_name(folder):
 
 @pytest.fixture(scope="module")
 def thoughts(folder: Path) -> tuple[list[str], list[list[int]], str, int]:
-    """Prompts, the ids with which the model goes on, and what shall end its thoughts: a text, and an id."""
+    """Prompts, the ids that the model generates, and two ends of its thoughts: a text, and an id."""
     from lpes_jax.generation import generate_ids
     from lpes_jax.models.llama import load
 

@@ -253,7 +253,7 @@ def test_a_chat_keeps_what_was_found(tmp_path):
 
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Ten questions of which two hold their answer twice and two ask for nothing, in both splits."""
+    """Ten questions of which two contain their answer twice and two ask for nothing, in both splits."""
     rows = []
     for number in range(10):
         answers = ["*"] if number % 5 == 3 else [f"x{number:02d}"]

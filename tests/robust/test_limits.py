@@ -1,4 +1,4 @@
-"""Sizes that cannot be: every number of every verb has bounds, and what is out of them is one line before anything opens."""
+"""Impossible sizes: every number of every verb has bounds, and a number out of bounds is one line before any model opens."""
 
 import math
 from copy import copy

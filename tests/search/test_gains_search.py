@@ -106,7 +106,7 @@ def test_searches_of_gains_and_of_both(model_folder, tmp_path, algorithm, capsys
 
 
 def test_a_frequency_may_stand_still(model_folder, tmp_path, capsys):
-    """Multipliers whose box ends in 0, one row for all layers: some reach it, and the file holds them."""
+    """Multipliers whose box ends in 0, one row for all layers: some reach it, and the file has them."""
     command = ["--model", str(model_folder), *SMALL, "--algorithm", "gradient", "--curve", "shared", "--learn", "both"]
     command += "--parameter multiplier --min-factor 0 --initial-factor 0 --steps 2 --look-every 1 --minibatch-size 3".split()
     assert main([*command, "--output-path", str(tmp_path / "run")]) == 0, capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Gradient search: the gradient itself against finite differences, what a descent keeps, and whole searches with it."""
+"""Gradient search: the gradient against finite differences, the result of a descent, and whole searches."""
 
 import json
 import math
@@ -118,7 +118,7 @@ def test_gradient_equals_finite_differences_in_float64(tiny_model, tiny_config, 
 
 @pytest.fixture(scope="module")
 def pieces(tiny_model, tiny_config):
-    """A descent on random prompts: data, parameters, and what applies them."""
+    """A descent on random prompts: data, parameters, and `apply`."""
     settings = SearchSettings.of(curve="free", min_factor=0.9, max_factor=1.2)
     space = search_space(settings, tiny_config, range(3))
     parameters, project, values = box_parameters(settings.gradient, space)

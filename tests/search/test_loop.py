@@ -1,4 +1,4 @@
-"""Whole searches on a tiny model: what the history says is checked line by line against the paper's rules, in NumPy.
+"""Whole searches on a tiny model: the history is checked line by line against the paper's rules, in NumPy.
 
 Individuals are scored by a formula where the search is what is tested, and by the model elsewhere.
 """
@@ -38,7 +38,7 @@ TINY = {"num_pairs": 3, "key_length": 1, "limit": 3, "test_limit": 2, "uniform_c
 
 
 def run(settings: SearchSettings, model: Llama, tokenizer: PreTrainedTokenizerFast) -> tuple[list[dict], dict]:
-    """The history and config of a search, and what it returned in the last line's place."""
+    """The history of a search, its config, and its result."""
     task = task_of(settings.task)
     result = search(settings, model, tokenizer, [task], IDENTITY)
     return history_of(settings.run.output_path), {"result": result}

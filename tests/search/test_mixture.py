@@ -1,4 +1,4 @@
-"""Searches on several tasks together: what a mixture's file says, what is learnt from it, and what is reported of each task."""
+"""Searches on several tasks together: the file of a mixture, the search on it, and the report of each task."""
 
 import csv
 import json

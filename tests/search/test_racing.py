@@ -1,4 +1,4 @@
-"""Races: on tables of scores, where the answer is known, and in whole searches on a tiny model."""
+"""Races: on tables of scores with known answers, and in whole searches on a tiny model."""
 
 import json
 
@@ -132,7 +132,7 @@ PROMPTS = 60 * 3
 
 @pytest.fixture
 def run(guesser, tokenizer, monkeypatch):
-    """Searches on the landscape: the history, and what factors.json has of the search."""
+    """Searches on the landscape: the history, and the entry `search` of factors.json."""
 
     def staged(settings: SearchSettings, *_: object) -> StagedScorer:
         return StagedScorer(Landscape, eighths([[[question] for question in range(60)]], settings.run.seed), 3)

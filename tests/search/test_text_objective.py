@@ -1,4 +1,4 @@
-"""The KL divergence of plain text from the model as it is, as what gradient descent keeps."""
+"""The KL divergence from the unchanged model on plain text, as a loss of gradient descent."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Plain text in windows of several lengths: where they are cut, what a step has of each, and the gate by quarter."""
+"""Plain text in windows of several lengths: the split, the windows per step, and the bound by quarter."""
 
 import jax.numpy as jnp
 import numpy as np

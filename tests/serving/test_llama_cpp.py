@@ -33,7 +33,7 @@ LLAMA3 = {"rope_freqs.weight": np.array([1, 1, 2.5, 8], np.float32)}
 
 
 def divergence(true: Answers, found: Answers) -> np.ndarray:
-    """KL of what is said behind each prompt."""
+    """KL divergence of the next token after each prompt."""
     return (np.exp(true.next) * (true.next - found.next)).sum(axis=1)
 
 
@@ -71,7 +71,7 @@ def figures(wanted: Answers, found: Answers, plain: Answers) -> dict[str, Any]:
     ids=["llama", "llama with divisors", "qwen2", "qwen3", "phi3"],
 )
 def test_gains_and_rates_of_every_architecture(tmp_path, python, request, architecture, factors, more):
-    """Tiny models in float32: where rows or divisors stood in another order, all would differ."""
+    """Tiny models in float32: with rows or divisors in another order, all values would differ."""
     hidden = 32 if architecture in ("qwen2", "phi3") else 256  # of these llama.cpp takes no other number than heads x head size
     tensors, size = tensors_of(architecture, hidden=hidden) | more, {"embedding_length": hidden}
     source, patched = write_model(tmp_path / "m.gguf", architecture, tensors=tensors, **size), tmp_path / "out.gguf"

@@ -39,7 +39,7 @@ ASKED = "log-probabilities of self_test.json along its prompts"
 
 
 class Questions(NamedTuple):
-    """Held-out questions, what lpes_jax answers with the gains in its table and without them, and the file that asks them."""
+    """Held-out questions, lpes_jax's answers with and without the gains in its table, and the file of the questions."""
 
     prompts: list[EncodedPrompt]
     with_gains: Answers
@@ -55,7 +55,7 @@ class Folders:
         self._root, self._found = root, dict[str, Path | lj.UserError]()
 
     def __getitem__(self, form: str) -> Path:
-        """Skips the test where the model cannot be had."""
+        """Skips the test if the model cannot be downloaded."""
         if form not in self._found:
             model, factors = self._asked(form)
             target = self._root / str(FORMS.index(form))
@@ -104,7 +104,7 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Questions:
 
 
 def ask(server: str, script: str, folders: Folders, form: str, request: pytest.FixtureRequest) -> dict[str, Any]:
-    """What the server says of a form, compared with lpes_jax and kept; skipped where the model or the venv cannot be had."""
+    """The server's answers for a form, compared with lpes_jax and recorded; skipped without the model or the venv."""
     venvs.python(server)
     folder = folders[form]
     held_out = request.getfixturevalue("questions") if form == HELD_OUT else None

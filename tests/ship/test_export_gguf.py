@@ -1,4 +1,4 @@
-"""`export --to gguf`: the folder that it leaves, and what it refuses."""
+"""`export --to gguf`: the folder that it writes, and what it refuses."""
 
 import hashlib
 import json

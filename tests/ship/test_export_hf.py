@@ -1,4 +1,4 @@
-"""`export --to hf`: folders that hold their factors, in transformers against our own logits, live where torch is there."""
+"""`export --to hf`: folders that contain their factors, in transformers against our own logits, live if torch is installed."""
 
 import hashlib
 import json
@@ -162,7 +162,7 @@ def test_without_trust_it_fails_and_saved_again_it_is_the_same(tmp_path):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16], ids=["float32", "float16", "bfloat16"])
 def test_shards_keep_precision_and_links_are_not_written_through(tmp_path, dtype, capsys):
-    """Two shards behind links; one holds all queries of the first two layers, and the other those of the last."""
+    """Two linked shards: one has all queries of the first two layers, the other those of the last."""
     blobs, source = tmp_path / "blobs", tmp_path / "source"
     blobs.mkdir()
     config = hf_config("qwen2", "default", vocab_size=300)

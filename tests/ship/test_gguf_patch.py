@@ -119,7 +119,7 @@ def test_types_whose_scales_cannot_take_a_gain_are_refused_by_name(tmp_path, kin
 
 
 def test_quantised_values_of_other_tensors_do_not_matter(tmp_path):
-    """Types that cannot take a gain may stand everywhere else, and a layer whose gains are 1 may have one too."""
+    """Types that cannot take a gain may be in all other tensors, and in a layer whose gains are 1."""
     data = np.full((16, HIDDEN // 32 * 17), 100, np.uint8)
     tensors = tensors_of("llama", queries={"attn_k.weight": (data, Kind.MXFP4)})
     tensors["blk.1.attn_q.weight"] = (np.full((ROWS, HIDDEN // 32 * 17), 100, np.uint8), Kind.MXFP4)

@@ -1,4 +1,4 @@
-"""Whole tiny models in .gguf files, with query weights of any type: blocks are made by hand where the package has no writer."""
+"""Whole tiny models in .gguf files, with query weights of any type: blocks are made by hand if the package has no writer."""
 
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,7 @@ def write_model(
     split_count: int = 0,
     **metadata: Any,
 ) -> Path:
-    """A model whose header says what lpes_jax wants to know; `metadata`, `__` for dots, replaces keys of the architecture."""
+    """A model whose header has all that lpes_jax reads; `metadata`, `__` for dots, replaces keys of the architecture."""
     keys = {
         "block_count": layers, "context_length": 128, "embedding_length": HIDDEN, "feed_forward_length": MLP,
         "attention.head_count": HEADS, "attention.head_count_kv": GROUPS, "attention.key_length": HEAD_DIM,

@@ -1,4 +1,4 @@
-"""Multi-document QA: the template's bytes, where the gold stands and how it is numbered, splits, distractors, scores."""
+"""Multi-document QA: the template's bytes, the place and number of the gold document, splits, distractors, scores."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""Tasks of a length in tokens, and with the fact alone."""
+"""Tasks of a length in tokens, and with only the fact."""
 
 import pytest
 from word_tokenizer import num_words, words
