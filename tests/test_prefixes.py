@@ -70,7 +70,7 @@ BEFORE = list(range(50, 90))  # what all roots begin with, and more than is left
 
 @pytest.fixture(scope="module")
 def both_ways_cut(tiny_model):
-    """Scores of four rows that begin with `BEFORE`: as a tree with its root cut to 32 tokens, and as rows. Each compiles once."""
+    """Scores of four rows that begin with `BEFORE`: as a tree cut to a root of 32 tokens, and as rows. Each compiles once."""
     method, score = of_table(tiny_model.config.rope_table(192)), jax.jit(lambda *inputs: batch_scores(*inputs))
 
     def run(rows: list[Row]):

@@ -354,7 +354,7 @@ def test_gradient_in_the_factors_equals_finite_differences(tiny_model):
 
 
 def test_bfloat16_is_close_to_float32(tiny_model):
-    """Weights and activations of eight bits: logits agree to a few percent of their spread, and nearly all clear argmaxes agree."""
+    """Weights and activations of eight bits: logits agree to a few percent of their spread, as do clear argmaxes."""
     tokens, factors = tokens_of(4, 64), jnp.array([1.0, 1.5, 2.0])
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tiny_model)
     wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), rounded)  # the same weights
