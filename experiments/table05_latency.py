@@ -45,7 +45,7 @@ from lpes_jax.methods.tables import dynamic_ntk, lpes, mean_of, ntk_by_base, uni
 from lpes_jax.models import zoo
 from lpes_jax.models.llama import Llama, LlamaConfig, Loaded, load
 from lpes_jax.models.llama.generate import greedy
-from lpes_jax.models.llama.method import Method, of_table
+from lpes_jax.models.llama.method import Method, table_method
 from lpes_jax.prefixes import pack_rows
 from lpes_jax.rope import RopeParameters
 from lpes_jax.scores import batch_scores
@@ -116,7 +116,7 @@ def makers(config: LlamaConfig, seed: int) -> dict[str, Maker]:
     """Every method of `python -m lpes_jax.compare`."""
     rising = LayerFactors(np.linspace(1.0, 2.0, config.num_layers))
     return {
-        BASELINE: lambda config, length: of_table(config.rope_table(length)),
+        BASELINE: lambda config, length: table_method(config.rope_table(length)),
         "uniform": uniform(1.5),
         "pi": mean_of(rising),
         "dynamic_ntk": dynamic_ntk(2.0),

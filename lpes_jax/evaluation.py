@@ -1,30 +1,29 @@
-"""Measure factors by the position of the fact, on questions that all candidates share. What is recorded of it: results.py.
+"""Measure factors by the position of the fact, on questions that all candidates share. results.py records the outcomes.
 
-`prefix`: the gold answer, behind an admitted opener, is exactly how the model's greedy output begins; decided without
-generating. Every other metric is a task's own (`task.metrics`): of generated text, or of the likeliest option. Small models
-often fail on how an answer begins and not on finding it, so the same model is measured on plain prompts beside the ones
-with an opener.
+`prefix`: the model's greedy output begins with an admitted opener and the gold answer; decided without generating. All other
+metrics are the task's own (`task.metrics`), of generated text or of the likeliest option. Small models often know an answer but
+fail on how it begins, so the same model is also measured on plain prompts without the forced opener.
 
-Counts that `results.json` has of each candidate (`COUNTS`), of questions, prompts and outputs:
+Counts of questions, prompts and outputs in `results.json`, per candidate (`COUNTS`):
 
-    questions_skipped                   too long for the window, and left out (`--overlength skip`)
-    questions_gold_empty                a gold answer is empty by the metric's own normalisation (`lpes_jax.tasks.leaks`)
-    questions_answer_in_distractors     what stands beside the fact holds the answer too (there)
-    questions_dropped                   of these two, left out (`--drop-leaky`)
+    questions_skipped                   too long for the window, and skipped (`--overlength skip`)
+    questions_gold_empty                the metric's normalisation leaves nothing of a gold answer (`lpes_jax.tasks.leaks`)
+    questions_answer_in_distractors     a distractor contains the answer too (`lpes_jax.tasks.leaks`)
+    questions_dropped                   dropped for one of these two faults (`--drop-leaky`)
     prompts_cut                         shortened as the benchmark does it
-    outputs_empty                       nothing but white space was generated
-    outputs_ended_by_length             all tokens that were allowed were generated
-    outputs_with_unknown_ids            with an id that the tokenizer has not
+    outputs_empty                       only white space was generated
+    outputs_ended_by_length             all allowed tokens were generated
+    outputs_with_unknown_ids            with an id that the tokenizer does not have
     verdicts_changed_alone              see below
 
-The first four are those of all questions that were asked for; a search has the same of its own questions as
+The first four count all requested questions; a search records the same counts of its own questions as
 `selection.search_questions`.
 
-In 16 bits a verdict can hang on how a batch is shaped: two tokens nearly as likely as each other change places. How many do is
-counted on the first prompts, which are scored once more, each alone (`verdicts_changed_alone`; not of methods, each of which
-would have to be compiled again).
+In 16 bits a verdict can depend on the shape of its batch, because rounding can swap two nearly equally likely tokens.
+`verdicts_changed_alone` counts such verdicts among the first prompts, which are scored again one by one. Methods lack this
+count, because each would have to be compiled again.
 
-Letters: Q questions, S slots.
+Letters: Q questions, S slots, N = Q x S prompts.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,15 +53,15 @@ COUNTS = (
     *("questions_skipped", "questions_gold_empty", "questions_answer_in_distractors", "questions_dropped", "prompts_cut"),
     *("outputs_empty", "outputs_ended_by_length", "outputs_with_unknown_ids", "verdicts_changed_alone"),
 )
-ALONE = 32  # prompts that are scored alone as well
+SINGLE = 32  # prompts that are also scored one by one
 Report = Callable[[int], None]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Something to measure: factors, a method (`lpes_jax.methods`), or the model as it is.
+    """What is measured: factors, a method (`lpes_jax.methods`), or the unchanged model.
 
-    `plain`: on prompts without the forced opener.
+    `plain`: whether it is measured on prompts without the forced opener.
     """
 
     name: str
@@ -73,14 +72,23 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A candidate's results. `scores`: of each metric in [0, 1], in the order asked for; the first one is in the pictures.
+    """The results of a candidate.
 
-    `log_likelihood` of the gold answers comes with `prefix` (and with options), `outputs` with what is generated; `counts` say
-    what happened to prompts and outputs (`COUNTS`).
+    Attributes:
+        candidate: The candidate.
+        prompts: Q x S prompts, question by question.
+        scores: The scores in [0, 1] of each metric, in the requested order; plots show the first metric.
+        log_likelihood: Of the gold answers, in nats; None unless `prefix` or options are measured.
+        compilations: The number of compiled shapes.
+        prompt_tokens: Tokens of each prompt.
+        counts: See `COUNTS`.
+        outputs: The generated texts, if any.
+        output_tokens: Their tokens.
+        prefix_of_outputs: Whether each output begins with an admitted answer; None unless `prefix` is measured too.
     """
 
     candidate: Candidate
-    prompts: list[Prompt]  # Q x S, question by question
+    prompts: list[Prompt]
     scores: dict[str, Float[np.ndarray, "Q S"]]
     log_likelihood: Float[np.ndarray, "Q S"] | None
     compilations: int
@@ -92,37 +100,39 @@ class Outcome:
 
     @property
     def metric(self) -> str:
+        """The name of the first metric."""
         return next(iter(self.scores))
 
     @property
     def main(self) -> Float[np.ndarray, "Q S"]:
+        """The scores of the first metric."""
         return self.scores[self.metric]
 
 
 def default_metrics(task: Task) -> tuple[str, ...]:
-    """The task's own, and `prefix` before them where an answer is forced to begin (key-value retrieval)."""
+    """The task's own metrics; for key-value retrieval, whose prompts force an opener, `prefix` before them."""
     return ("prefix", *task.metrics) if task.name == "kv" else task.metrics
 
 
 def slots_of(task: Task, positions: Sequence[int], slots: Sequence[int] | None = None) -> list[tuple[int, int]]:
-    """(slot, position in percent) of each place to measure: of `slots`, where they are named, else of `positions`.
+    """The slots to measure, as (slot, position in percent): `slots` if given, otherwise those of `positions`.
 
-    Raises UserError for a slot or position that is not there, one that is named twice, and two slots at one position: results
-    go by position.
+    Raises UserError for an invalid or repeated slot or position, and for two slots at one position, because results are indexed
+    by position.
     """
     if not slots:
         task_prompts.check_positions(positions)
         return [(task_prompts.slot(position, task.num_items), position) for position in positions]
     task_prompts.check_once(slots, "--slots")
-    places = [(slot, task_prompts.position(slot, task.num_items)) for slot in slots]
+    pairs = [(slot, task_prompts.position(slot, task.num_items)) for slot in slots]
     by_position: dict[int, int] = {}
-    for slot, position in places:
+    for slot, position in pairs:
         if (other := by_position.setdefault(position, slot)) != slot:
             raise UserError(
-                f"--slots {other} and {slot} of {task.num_items} both stand at {position} %, and results go by position; "
-                "give slots that are further apart, or one of them"
+                f"--slots {other} and {slot} of {task.num_items} are both at {position} %, and results go by position; give "
+                "slots that are further apart, or one of them"
             )
-    return places
+    return pairs
 
 
 def evaluate(
@@ -130,7 +140,7 @@ def evaluate(
     tokenizer: Any,
     task: Task,
     examples: Sequence[Any],
-    places: Sequence[tuple[int, int]],
+    slots: Sequence[tuple[int, int]],
     candidates: Sequence[Candidate],
     *,
     metrics: Sequence[str] = ("prefix",),
@@ -145,15 +155,30 @@ def evaluate(
     earlier: Mapping[str, Outcome] = MappingProxyType({}),
     on_outcome: Callable[[Outcome], None] = lambda outcome: None,
 ) -> list[Outcome]:
-    """Every candidate on every example with its fact at every place (`slots_of`).
+    """Measure every candidate on every example, with its fact at every slot. Equal factors are measured once.
 
-    `measured`: outcomes of earlier calls with the same model, by what was asked and the factors; those that come are added. The
-    same factors are measured once. `earlier`: the same by candidates' names, of a call that was cut off; `on_outcome` gets each
-    new one as it comes.
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        task: The task.
+        examples: Its questions.
+        slots: The slots of the fact, as (slot, position); see `slots_of`.
+        candidates: What is measured.
+        metrics: `prefix` or metrics of the task.
+        max_new_tokens: The limit of new tokens; None means the task's.
+        stop_ids: Ids that end an output.
+        stop: Texts that end an output, in addition to the task's.
+        overlength: Whether prompts that are too long are an error, or their questions are skipped.
+        drop_leaky: See `lpes_jax.tasks.leaks.count_leaky`.
+        batch_size: Prompts per pass and device; None means as many as fit the memory.
+        on_prompts: Called with the number of finished prompts.
+        measured: Outcomes of earlier calls with the same model, by request and factors; new outcomes are added.
+        earlier: Outcomes of an interrupted call, by the candidates' names.
+        on_outcome: Called with each new outcome.
 
-    Raises UserError for a metric that the task has not, for prompts that are too long (`overlength`: or leaves their questions
-    out), for fewer new tokens than the longest gold answer has, and where logits are not finite. `drop_leaky` is
-    `lpes_jax.tasks.leaks.count_leaky`'s.
+    Raises:
+        UserError: The task lacks a metric, prompts are too long, `max_new_tokens` is below the longest gold answer, no question
+            is left, `earlier` has other questions or metrics, or logits are not finite.
     """
     known = ("prefix", *task.metrics) if task.decided_by == "generation" else task.metrics
     if unknown := [metric for metric in metrics if metric not in known]:
@@ -162,7 +187,7 @@ def evaluate(
     generates = task.decided_by == "generation" and any(metric != "prefix" for metric in metrics)
     measure = _Measure(model, tokenizer, metrics, new_tokens if generates else 0, stop_ids, stop, batch_size, on_prompts)
     fitted = {
-        plain: measure.fit(version, examples, places, overlength, drop_leaky)
+        plain: measure.fit(version, examples, slots, overlength, drop_leaky)
         for plain, version in ((True, task.plain), (False, task))
         if version is not None and any(candidate.plain == plain for candidate in candidates)
     }
@@ -173,18 +198,18 @@ def evaluate(
         assert version is not None
         prompts = [prompt for prompt in fit.prompts if prompt.example not in left_out]
         if not prompts:
-            raise UserError(f"--overlength skip leaves out all {len(examples)} questions; use fewer items a prompt")
+            raise UserError(f"--overlength skip leaves out all {len(examples)} questions; use fewer items per prompt")
         counts |= {"questions_skipped": len(left_out), "prompts_cut": sum(prompt.was_cut for prompt in prompts)}
         asked = (
             version,
-            tuple(places),
+            tuple(slots),
             prompts_sha256(prompts),
             tuple(metrics),
             measure.new_tokens,
             tuple(stop_ids),
             tuple(stop),
         )
-        of_key: dict[Any, Candidate] = {}
+        new_candidates: dict[Any, Candidate] = {}
         chosen = [
             (candidate, (asked, _key(candidate, model.config.num_layers)))
             for candidate in candidates
@@ -193,31 +218,30 @@ def evaluate(
         for candidate, key in chosen:
             if candidate.name in earlier:
                 before = earlier[candidate.name]
-                if before.main.shape != (len(prompts) // len(places), len(places)) or before.scores.keys() != set(metrics):
+                if before.main.shape != (len(prompts) // len(slots), len(slots)) or before.scores.keys() != set(metrics):
                     raise UserError(
-                        f"--resume: what was measured of {candidate.name} is of other questions or metrics; give another "
-                        "--output-path"
+                        f"--resume: {candidate.name} was measured on other questions or metrics; give another --output-path"
                     )
                 measured[key] = before
-            if key in measured or key in of_key:
+            if key in measured or key in new_candidates:
                 on_prompts(len(prompts))
             else:
-                of_key[key] = candidate
-        if of_key:
-            new = measure.outcomes(version, prompts, len(places), list(of_key.values()), counts)
-            for key, outcome in zip(of_key, new, strict=True):
+                new_candidates[key] = candidate
+        if new_candidates:
+            new = measure.outcomes(version, prompts, len(slots), list(new_candidates.values()), counts)
+            for key, outcome in zip(new_candidates, new, strict=True):
                 on_outcome(outcome)
                 measured[key] = replace(outcome, prompts=[])
         outcomes += [
             replace(measured[key], candidate=candidate, prompts=prompts, counts=measured[key].counts | counts)
             for candidate, key in chosen
         ]
-    order = {candidate.name: at for at, candidate in enumerate(candidates)}
+    order = {candidate.name: index for index, candidate in enumerate(candidates)}
     return sorted(outcomes, key=lambda outcome: order[outcome.candidate.name])
 
 
 def _key(candidate: Candidate, num_layers: int) -> Any:
-    """What decides a candidate's outcome on given prompts."""
+    """A key that is equal for candidates with equal outcomes on the same prompts."""
     if candidate.method is not None:
         return candidate.method
     return (candidate.factors or LayerFactors.uniform(1.0, num_layers)).key
@@ -225,7 +249,7 @@ def _key(candidate: Candidate, num_layers: int) -> Any:
 
 @dataclass(frozen=True)
 class _Measure:
-    """What is the same for all candidates. `new_tokens` is 0 where nothing is generated."""
+    """The arguments that all candidates share. `new_tokens` is 0 if nothing is generated."""
 
     model: Llama
     tokenizer: Any
@@ -237,10 +261,10 @@ class _Measure:
     on_prompts: Report
 
     def fit(
-        self, task: Task, examples: Sequence[Any], places: Sequence[tuple[int, int]], overlength: Overlength, drop_leaky: bool
+        self, task: Task, examples: Sequence[Any], slots: Sequence[tuple[int, int]], overlength: Overlength, drop_leaky: bool
     ) -> tuple[task_prompts.Fitted, dict[str, int]]:
         """The prompts that fit, and the counts of leaky questions."""
-        prompts = [task.prompt(example, slot, position) for example in examples for slot, position in places]
+        prompts = [task.prompt(example, slot, position) for example in examples for slot, position in slots]
         prompts, counts = count_leaky(prompts, drop_leaky)
         window = self.model.config.max_position_embeddings
         fitted = task_prompts.fit(
@@ -254,21 +278,24 @@ class _Measure:
         return fitted, counts
 
     def outcomes(
-        self, task: Task, prompts: list[Prompt], num_places: int, candidates: Sequence[Candidate], counts: dict[str, int]
+        self, task: Task, prompts: list[Prompt], num_slots: int, candidates: Sequence[Candidate], counts: dict[str, int]
     ) -> Iterator[Outcome]:
-        window, shape = self.model.config.max_position_embeddings, (len(prompts) // num_places, num_places)
+        """Yield the outcome of each candidate."""
+        window, shape = self.model.config.max_position_embeddings, (len(prompts) // num_slots, num_slots)
         encoded = task_prompts.encode(prompts, self.tokenizer, window)
-        verdicts, alone = None, None
+        verdicts, single_scorer = None, None
         count = len(candidates)
         half = self.model.embed[...].dtype.itemsize < 4
         if task.decided_by == "options":
             verdicts = OptionScorer(self.model, self.tokenizer, prompts, batch_size=self.batch_size, individuals=count)
-            alone = OptionScorer(self.model, self.tokenizer, prompts[:ALONE], batch_size=1, individuals=count) if half else None
+            single_scorer = (
+                OptionScorer(self.model, self.tokenizer, prompts[:SINGLE], batch_size=1, individuals=count) if half else None
+            )
         elif "prefix" in self.metrics:
             if not task_prompts.short_answers(prompts):
                 raise UserError(f"--metrics prefix: --task {task.name} has no short answers that an output could begin with")
             verdicts = Scorer(self.model, encoded, batch_size=self.batch_size, individuals=count)
-            alone = Scorer(self.model, encoded[:ALONE], batch_size=1, individuals=count) if half else None
+            single_scorer = Scorer(self.model, encoded[:SINGLE], batch_size=1, individuals=count) if half else None
         if self.new_tokens:
             longest = max((len(ids) for prompt in encoded for ids in prompt.answers), default=0)
             if self.new_tokens < longest:
@@ -281,9 +308,9 @@ class _Measure:
             if verdicts is not None:
                 correct, log_likelihood = self._verdicts(verdicts, candidate, factors, self.on_prompts)
                 scores["prefix" if task.decided_by == "generation" else task.metrics[0]] = correct.astype(float).reshape(shape)
-                if alone is not None and candidate.method is None:
-                    correct_alone, _ = self._verdicts(alone, candidate, factors, lambda count: None)
-                    changed["verdicts_changed_alone"] = int((correct_alone != correct[:ALONE]).sum())
+                if single_scorer is not None and candidate.method is None:
+                    correct_single, _ = self._verdicts(single_scorer, candidate, factors, lambda count: None)
+                    changed["verdicts_changed_alone"] = int((correct_single != correct[:SINGLE]).sum())
             outcome = Outcome(
                 candidate,
                 prompts,
@@ -310,7 +337,7 @@ class _Measure:
             )
         else:
             method = candidate.method(self.model.config, scorer.longest)
-            correct, log_likelihood = scorer.of_method(method, on_prompts)
+            correct, log_likelihood = scorer.method_scores(method, on_prompts)
         if len(bad := np.flatnonzero(~np.isfinite(log_likelihood[0]))):
             texts, method = scorer.sequences(int(bad[0])), candidate.method is not None
             raise not_finite(self.model, texts, factors, name=candidate.name, method=method)

@@ -4,7 +4,7 @@
     granularity          layer, layer_band, layer_group or layer_group_band
     gains                multipliers of each frequency's part of q . k, of a granularity of their own; null: 1
     gains_granularity    as above; null if there are no gains
-    model, curve, rope, search, evaluation    where the factors come from
+    model, curve, rope, search, evaluation    the source of the factors
 
 Format lpes-factors/1 is read too; it has no gains, and no null among its factors.
 """
@@ -38,7 +38,7 @@ class LayerFactors:
     Attributes:
         factors: `[L]`, `[L, bands]`, `[L, K]` or `[L, K, bands]`, as `granularity` says (`lpes_jax.rope.scale_layers`). A
             frequency with an infinite factor does not rotate.
-        granularity: What has a factor of its own.
+        granularity: Whether layers, bands or KV groups have factors of their own.
         gains: Multipliers of each frequency's part of q . k (`lpes_jax.rope.RopeTable`); None means 1.
         gains_granularity: Granularity of the gains (default: layer).
         model: Name, sha256, sizes and tokenizer of the model that the factors were found for (`lpes_jax.same_model`).
@@ -149,7 +149,7 @@ class LayerFactors:
         A name of the zoo takes precedence over a file. `lpes_jax.same_model` checks whether factors belong to a model.
 
         Raises:
-            UserError: The file is missing, not JSON, of another format, or holds unusable factors.
+            UserError: The file is missing, not JSON, of another format, or contains unusable factors.
         """
         path = _zoo_file(Path(path)) or Path(path)
         record = read_json(path, finite=False)
@@ -248,7 +248,7 @@ def _checked(values: Any, granularity: Any, what: str = "factors", *, infinite: 
     if not good.all():
         bounds = "not below 0" if what == "gains" else "above 0"
         raise UserError(f"{what} must be finite and {bounds}, got {array[~good][0]}")
-    standing = array == (0 if what == "gains" else np.inf)  # a gain of 0, or a frequency that does not rotate
-    if not (usable := standing | ((array >= LEAST) & (array <= MOST))).all():
+    unbounded = array == (0 if what == "gains" else np.inf)  # a gain of 0, or a frequency that does not rotate
+    if not (usable := unbounded | ((array >= LEAST) & (array <= MOST))).all():
         raise UserError(f"{what} must be from {LEAST:g} to {MOST:g}, which float32 can divide by; got {array[~usable][0]:g}")
     return array

@@ -1,4 +1,4 @@
-"""Fold gains into the weights: the new model gives with plain tables what the given model gives with gains.
+"""Fold gains into the weights: the new model with plain tables computes the same as the given model with gains.
 
 A gain multiplies its frequency's part of q . k. Queries are linear in their weights and bias, and in the weight of their norm
 if they have one. The gains are folded into these, so inference cost is unchanged.
@@ -96,5 +96,5 @@ def by_tensor(
 
 
 def head_gains(factors: LayerFactors, config: LlamaConfig) -> Float[np.ndarray, "L G D"]:
-    """The gain of each element of a head, float32, per KV group where they differ."""
+    """The gain of each element of a head, float32, per KV group if they differ."""
     return np.asarray(gains_of_head(config.rope_table(1, factors).gains, config.head_dim), np.float32)

@@ -18,7 +18,7 @@ from lpes_jax.finite import not_finite
 from lpes_jax.memory import out_of_memory, tokens_of_a_compilation, tokens_that_fit, tokens_worth_it
 from lpes_jax.mesh import least, mesh_of, to_host
 from lpes_jax.models.llama.generate import continuation
-from lpes_jax.models.llama.method import Method, of_table
+from lpes_jax.models.llama.method import Method, table_method
 from lpes_jax.models.llama.model import Llama, check_ids
 from lpes_jax.prefixes import padded, round_up
 from lpes_jax.rope import Granularity
@@ -148,7 +148,7 @@ def _generated(
     longest = max(len(ids) for ids in prompts)
     if make_method is None:
         scaled = jnp.asarray(factors, jnp.float32) if isinstance(factors, np.ndarray) else factors
-        method = of_table(model.config.rope_table(longest + max_new_tokens, scaled, granularity))
+        method = table_method(model.config.rope_table(longest + max_new_tokens, scaled, granularity))
     else:
         method = make_method(longest + max_new_tokens)
     longest = round_up(longest)

@@ -13,16 +13,17 @@ once. Generation is greedy. With RoPE of the types `dynamic` and `longrope`, the
 `--model_args` accepts all arguments of `hf` (0.4.13), with the same meaning, or refuses them in one line:
 
     pretrained          a model, as every verb's --model
-    revision            branch, tag or commit of a hub model (and of a hub tokenizer); refused for models that are not on the
-    hub tokenizer           replaces the model's own: a zoo name, a folder, a .gguf file or a hub id dtype               auto
-    (bfloat16 on a GPU, float32 on a CPU), float32, bfloat16, float16 batch_size          requests per pass, or auto, by the
-    device's memory (auto:N is the same) max_length          the limit of tokens of a request; by default the model's window
-    add_bos_token       true or false; overrides the tokenizer's own setting prefix_token_id     the token that the first token
-    of a text is predicted from; by default BOS, else EOS enable_thinking     true or false, for the chat template. With true,
-    tasks of log-likelihoods are refused think_end_token     the end of the thoughts: an id, or a text. The answer is what
-    follows its last occurrence chat_template_args  more variables for the chat template, as {"reasoning_effort": "low"};
-    `chat_template` names a template or
-                        is one. On the command line a space must precede it:
+    revision            branch, tag or commit of a hub model (and of a hub tokenizer); refused for other models
+    tokenizer           replaces the model's own: a zoo name, a folder, a .gguf file or a hub id
+    dtype               auto (bfloat16 on a GPU, float32 on a CPU), float32, bfloat16, float16
+    batch_size          requests per pass, or auto, by the device's memory (auto:N is the same)
+    max_length          the limit of tokens of a request; by default the model's window
+    add_bos_token       true or false; overrides the tokenizer's own setting
+    prefix_token_id     the token that the first token of a text is predicted from; by default BOS, else EOS
+    enable_thinking     true or false, for the chat template. With true, tasks of log-likelihoods are refused
+    think_end_token     the end of the thoughts: an id, or a text. The answer follows its last occurrence
+    chat_template_args  more variables for the chat template, as {"reasoning_effort": "low"}; `chat_template` names a template
+                        or is one. On the command line a space must precede it:
                         --model_args pretrained=M 'chat_template_args={"x": 1}'
 
     factors, other_model, max_gen_toks
@@ -38,8 +39,7 @@ Differences from `hf`:
 
 - An argument of --model_args that is also a flag (batch_size, device) is no error, unless the two disagree.
 - With a think_end_token, stop texts end the answer and not the thoughts, for every batch size. `hf` stops when all texts of a
-batch
-  contain a stop text, anywhere.
+  batch contain a stop text, anywhere.
 - A think_end_token that no decoded text contains (a special token, as text) is refused; its id works.
 - --apply_chat_template NAME renders the template of that name; `hf` records the name and renders the default.
 - A file of --use_cache holds the answers of one model with its factors and settings; the answers of another are refused.
@@ -69,7 +69,7 @@ from lpes_jax.generation import generate_ids
 from lpes_jax.lm_eval_arguments import read_arguments
 from lpes_jax.memory import out_of_memory, tokens_that_fit, tokens_worth_it
 from lpes_jax.models.llama import load, templates
-from lpes_jax.models.llama.method import of_table
+from lpes_jax.models.llama.method import table_method
 from lpes_jax.models.llama.model import check_ids
 from lpes_jax.prefixes import padded, round_up
 from lpes_jax.running import fail, full_memory
@@ -300,7 +300,7 @@ class LayerFactorsLM(TemplateLM):
             longest = len(windows[batch[-1]])
             tokens, _ = padded([windows[number] for number in filled], round_up(longest))
             table = self._model.config.rope_table(longest - 1, self._factors)
-            values = np.asarray(token_nll(self._model, jnp.asarray(tokens), of_table(table), _CHUNK))
+            values = np.asarray(token_nll(self._model, jnp.asarray(tokens), table_method(table), _CHUNK))
             for ids, nll in zip([windows[number] for number in batch], values, strict=False):
                 if not np.isfinite(nll[: len(ids)]).all():
                     raise not_finite(self._model, [ids], self._factors)

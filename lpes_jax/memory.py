@@ -1,4 +1,4 @@
-"""How much fits into a pass: a model of the memory of its activations, and the free memory of the device.
+"""The size of a pass that fits the memory, from a model of its activations and the free memory of the device.
 
 The model counts, per token of an individual, the arrays of one layer that are live together: copies of the hidden state, of
 queries, keys and values, and of the MLP's intermediate values. It adds float32 logits of the positions that are read, their

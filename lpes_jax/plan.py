@@ -1,8 +1,8 @@
-"""The passes of a scorer over its rows: which rows, in which shapes, and what that costs. Pure: no model, no device.
+"""Plan the passes of a scorer over its rows: their rows, shapes and cost. Pure: no model, no device.
 
-    trees = group_rows(rows, budget, costs)          rows that begin alike, together (`lpes_jax.prefixes`)
-    plan = make_plan(rows, trees, budget, costs)     trees of about the same shape, in batches that a device takes
-    budget = smaller(budget, plan, longest)          where a pass of the plan ran out of memory after all
+    groups = group_rows(rows, budget, costs)    # groups of rows with a shared prefix (`lpes_jax.prefixes`)
+    plan = make_plan(groups, budget, costs)     # batches of groups with similar shapes, within the budget
+    budget = smaller(budget, plan, longest)     # after a pass of the plan ran out of memory
 
 `lpes_jax.scoring` runs a plan: it puts the batches on devices and collects the scores.
 """
@@ -15,16 +15,20 @@ import numpy as np
 from jaxtyping import Int
 
 from lpes_jax.memory import PassMemory
-from lpes_jax.prefixes import Costs, Row, Shape, Tree, batches, groups, of_one_prompt, round_up, tree_of
+from lpes_jax.prefixes import Costs, Group, Row, Shape, batches, cheapest_groups, groups_by_prompt, make_group, round_up
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What a device takes at once.
+    """The limits of a pass on one device.
 
-    `tokens_that_fit`: of one tree at most, padding included. `tokens_at_once`: of a batch, for one individual. `memory`: bytes
-    of a pass, of which `pass_memory` tells how many it takes. `batch_size`: prompts of a batch at most (None: no bound).
-    `individuals`: of a pass (None: as many as tokens and memory allow).
+    Attributes:
+        tokens_that_fit: Tokens of a group, including padding.
+        tokens_at_once: Tokens of a batch, for one individual.
+        memory: Bytes of a pass.
+        pass_memory: Computes the bytes that a pass needs.
+        batch_size: Groups of a batch; None means no limit.
+        individuals: Individuals of a pass; None means as many as tokens and memory allow.
     """
 
     tokens_that_fit: int
@@ -34,40 +38,44 @@ class Budget:
     batch_size: int | None = None
     individuals: int | None = None
 
-    def individuals_of(self, tokens: int, read: int) -> int:
-        """How many individuals a pass has whose batch has so many tokens, and logits of `read` of them; at least one."""
+    def individuals_for(self, tokens: int, read: int) -> int:
+        """The individuals of a pass over `tokens` tokens with logits of `read` of them; at least one."""
         if self.individuals is not None:
             return self.individuals
         return max(1, min(self.tokens_at_once // tokens, self.memory // self.pass_memory.bytes(tokens, read)))
 
 
 class Pass(NamedTuple):
-    """A batch of trees, padded to `shape`; trees without rows fill it up.
+    """A batch of groups, padded to `shape` and filled up with groups without rows.
 
-    It gives `shape.rows` scores a tree, one tree after the other; that of row `rows[i]` has the number `score_of_row[i]`.
+    It returns `shape.rows` scores per group, group by group; the score of row `rows[i]` has the index `score_of_row[i]`.
     """
 
-    trees: list[Tree]
+    groups: list[Group]
     shape: Shape
     rows: Int[np.ndarray, "n"]
     score_of_row: Int[np.ndarray, "n"]
 
     @property
     def tokens(self) -> int:
-        """Padding included."""
-        return len(self.trees) * (self.shape.prefix + self.shape.branches)
+        """The tokens of the batch, including padding."""
+        return len(self.groups) * (self.shape.prefix + self.shape.branches)
 
     def cost(self, costs: Costs) -> float:
-        """In tokens that meet no other, for one individual."""
-        return len(self.trees) * float(costs.tree(self.shape.prefix, self.shape.branches)) / costs.token
+        """The cost for one individual, in tokens without attention."""
+        return len(self.groups) * float(costs.group(self.shape.prefix, self.shape.branches)) / costs.token
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Passes over all rows, each batch split into so many `shards`, with so many `individuals` of a device at once.
+    """Passes over all rows.
 
-    `tables`: how often a batch is read at once, by a method with so many. `cost`: in tokens that meet no other, for one
-    individual; that of compiling each shape is in it (`prefixes.batches`).
+    Attributes:
+        passes: The passes.
+        shards: The number of shards of each batch.
+        individuals: Individuals per device and pass.
+        tables: RoPE tables of the method, with each of which a pass reads its batch.
+        cost: For one individual, in tokens without attention, including the cost of compiling each shape (`prefixes.batches`).
     """
 
     passes: list[Pass]
@@ -78,55 +86,67 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        """Of the largest shard of a pass, for one individual and one table."""
-        return max(it.tokens for it in self.passes) // self.shards
+        """The tokens of the largest shard, for one individual and one table."""
+        return max(one_pass.tokens for one_pass in self.passes) // self.shards
 
 
 def group_rows(
     rows: Sequence[Row], budget: Budget, costs: Costs, *, shape_cost: int = 0, tables: int = 1, share: bool = True
-) -> list[Tree]:
-    """The rows as trees, by the grouping whose batches cost least: what two prompts share may not be worth its padding.
+) -> list[Group]:
+    """Group the rows so that their batches cost least. Sharing the prefixes of different prompts may not be worth its padding.
 
-    `tables`: how often a tree is read at once. `share=False`: each row is a tree.
+    Args:
+        rows: The rows.
+        budget: The limits of a pass.
+        costs: The cost model.
+        shape_cost: See `prefixes.batches`.
+        tables: The RoPE tables of the method.
+        share: False makes each row a group.
     """
     if not share:
-        return [tree_of(rows, [row]) for row in range(len(rows))]
-    candidates = groups(rows, costs, budget.tokens_that_fit // tables), of_one_prompt(rows)
-    groupings = [[tree_of(rows, group) for group in grouping] for grouping in candidates]
+        return [make_group(rows, [row]) for row in range(len(rows))]
+    candidates = cheapest_groups(rows, costs, budget.tokens_that_fit // tables), groups_by_prompt(rows)
+    groupings = [[make_group(rows, indices) for indices in grouping] for grouping in candidates]
 
-    def cost(trees: list[Tree]) -> float:
-        return batches(trees, budget.tokens_at_once, costs, 1, budget.batch_size, shape_cost)[0]
+    def cost(groups: list[Group]) -> float:
+        return batches(groups, budget.tokens_at_once, costs, 1, budget.batch_size, shape_cost)[0]
 
     return min(groupings, key=cost)
 
 
 def make_plan(
-    trees: Sequence[Tree], budget: Budget, costs: Costs, *, shards: int = 1, tables: int = 1, shape_cost: int = 0
+    groups: Sequence[Group], budget: Budget, costs: Costs, *, shards: int = 1, tables: int = 1, shape_cost: int = 0
 ) -> Plan:
-    """The batches of the trees, of about `budget.tokens_at_once` a shard, and the individuals of a pass.
+    """Plan batches of the groups, of about `budget.tokens_at_once` tokens per shard, and the individuals of a pass.
 
-    `shape_cost`: what one more shape must save, in tokens (`prefixes.batches`).
+    Args:
+        groups: The groups.
+        budget: The limits of a pass.
+        costs: The cost model.
+        shards: The number of shards of each batch.
+        tables: The RoPE tables of the method.
+        shape_cost: Tokens that one more shape must save (`prefixes.batches`).
     """
     cost, by_shape = batches(
-        trees, budget.tokens_at_once // tables, costs, shards, budget.batch_size, shape_cost * shards // tables
+        groups, budget.tokens_at_once // tables, costs, shards, budget.batch_size, shape_cost * shards // tables
     )
     passes = [_pass(batch, shape) for shape, same_shape in by_shape for batch in same_shape]
-    tokens = max(it.tokens for it in passes) // shards
-    read = max(len(it.trees) * it.shape.read for it in passes) // shards
-    return Plan(passes, shards, budget.individuals_of(tokens, read), tables, cost)
+    tokens = max(one_pass.tokens for one_pass in passes) // shards
+    read = max(len(one_pass.groups) * one_pass.shape.read for one_pass in passes) // shards
+    return Plan(passes, shards, budget.individuals_for(tokens, read), tables, cost)
 
 
-def _pass(trees: list[Tree], shape: Shape) -> Pass:
-    rows = np.concatenate([tree.rows for tree in trees]).astype(int)
-    scores = [number * shape.rows + r for number, tree in enumerate(trees) for r in range(len(tree.rows))]
-    return Pass(trees, shape, rows, np.array(scores, int))
+def _pass(groups: list[Group], shape: Shape) -> Pass:
+    rows = np.concatenate([group.rows for group in groups]).astype(int)
+    scores = [number * shape.rows + r for number, group in enumerate(groups) for r in range(len(group.rows))]
+    return Pass(groups, shape, rows, np.array(scores, int))
 
 
 def smaller(budget: Budget, plan: Plan, longest: int) -> Budget | None:
-    """The budget of smaller passes than the plan's, which ran out of memory: half the individuals, or else half the tokens.
+    """The budget after a pass of the plan ran out of memory: half the individuals, or with one individual half the tokens.
 
-    None where nothing is left to halve: a pass is one prompt of at most `longest` tokens for one individual, or one prompt with
-    many answers, which no budget cuts.
+    None if nothing is left to halve: a pass is one prompt of at most `longest` tokens for one individual, or one prompt with
+    many answers, which cannot be split.
     """
     if plan.individuals > 1:
         return replace(budget, individuals=plan.individuals // 2)
@@ -134,7 +154,7 @@ def smaller(budget: Budget, plan: Plan, longest: int) -> Budget | None:
     if plan.tokens <= round_up(longest) or not most:
         return None
     half = plan.tokens * plan.tables // 2
-    if half >= most:  # a tree that is padded to twice the budget and more: only a smaller budget cuts it
+    if half >= most:  # a group that is padded to at least twice the budget: only a smaller budget splits it
         half = most // 2
     return replace(
         budget,

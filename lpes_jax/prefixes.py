@@ -1,12 +1,13 @@
-"""Rows (prompt ids, answer ids) as batches for the model; rows that begin alike as trees, so that what they share is read once.
+"""Pack rows (prompt ids, answer ids) into batches for the model; rows with a shared prefix form a group, which is read once.
 
-Which rows share is found from their token ids alone: queries of one haystack, admitted answers of one prompt, options of one
-question, documents up to the one that moves, a few-shot header. Rows in the order of their ids stand beside those that they
-share most with; `groups` cuts this order where a model of the cost says so. Sharing saves tokens, and costs attention between
-branches that is computed and masked away; where it gains little, all rows stay alone. `batches` pads trees to few shapes by the
-same model and says what that costs, so that the cheapest of several groupings can be taken.
+Shared prefixes are found from the token ids only: questions about one haystack, admitted answers of one prompt, options of one
+question, documents before the one that moves, a few-shot header. A group is a token tree: the prefix that all of its rows share
+is the root, and the rest are its branches. In the order of their ids, rows are next to those with the longest shared prefixes;
+`cheapest_groups` cuts this order by a cost model. Sharing saves tokens, but attention between branches is computed and masked.
+If it saves little, every row is a group of its own. `batches` pads groups to a few shapes by the same cost model and returns
+the cost, so that callers can choose the cheapest of several groupings.
 
-Letters: B rows or trees, T tokens, A answer tokens, R rows of a tree, M tokens of a tree that predict an answer token.
+Letters: B rows or groups, T tokens, A answer tokens, R rows per group, M tokens of a group that predict an answer token.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,33 +21,33 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from lpes_jax.models.llama.config import LlamaConfig
-from lpes_jax.models.llama.prefix import Trees, single_prompts
+from lpes_jax.models.llama.prefix import Groups, single_prompts
 
 Row = tuple[list[int], list[int]]  # prompt ids, answer ids
 
-_MOST_ROWS, _MOST_TOKENS = 256, 2**16  # of a tree
-_LEAST_GAIN = 0.05  # of the cost, below which rows stay alone: one kind of shape less
-_STEP = 32  # a root that is cut keeps a multiple of so many tokens
-# Parts of a power of two that widths are rounded up to: few of them, that one program may serve several sets of prompts; more
-# where the 2 % of the tokens that they save pay for programs of their own.
+_MOST_ROWS, _MOST_TOKENS = 256, 2**16  # per group
+_LEAST_GAIN = 0.05  # share of the cost; if sharing saves less, rows are not grouped, which needs fewer kinds of shapes
+_STEP = 32  # a root that is cut keeps a multiple of this many tokens
+# Widths are rounded up to a multiple of a power of two divided by this. A coarse step lets one program serve several sets of
+# prompts; a fine step is used if the 2 % of the tokens that it saves pay for programs of their own.
 _COARSE, _FINE, _FINE_SAVES = 16, 64, 0.02
-# Of all tokens, what one more shape of batches must save at least, as it is compiled: where that is all that is known, and
-# beside what it costs to compile.
+# One more shape of batches must be compiled, so it must save at least this share of all tokens: the first number if the cost of
+# compiling is unknown. If that cost is known, it must save the second number and that cost.
 _SHAPE, _SHAPE_OF_KNOWN_COST = 0.03, 0.01
-# Attention to one key in units of its multiplications, by a causal kernel and by a mask: the rest of it is memory and exp. On a
-# GPU both are of cuDNN's kernels, the second from its time alone (168 TFLOP/s on an H200).
+# The cost of attention to one key, in units of its multiplications, by a causal kernel and by a masked one. It includes memory
+# accesses and exp. The GPU's numbers are for cuDNN's kernels; the second follows from its time (168 TFLOP/s on an H200).
 _PAIR = {"cpu": (2.0, 2.0), "gpu": (2.0, 4.0)}
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Batch:
-    """Trees of rows; a single prompt is a tree of one row. The answer stands behind the prompt, its last token may be left out.
+    """Groups of rows; a single prompt is a group of one row. A row is a prompt and its answer, whose last token may be missing.
 
-    Answer token a of row r is predicted at the index `read[read_index[r, a]]` of its tree.
+    Answer token a of row r is predicted at the index `read[read_index[r, a]]` of its group.
     """
 
-    trees: Trees
+    groups: Groups
     read: Int[Array, "B M"]
     read_index: Int[Array, "B R A"]
     answers: Int[Array, "B R A"]
@@ -54,12 +55,12 @@ class Batch:
 
     @property
     def tokens(self) -> Int[Array, "B T"]:
-        """Of the trees, padding included."""
-        return self.trees.tokens
+        """The tokens of the groups, including padding."""
+        return self.groups.tokens
 
 
 class Costs(NamedTuple):
-    """What a token costs, and a query that meets a key, in multiplications of one layer."""
+    """The cost of a token, and of a pair of query and key, in multiplications of one layer."""
 
     token: float
     causal_pair: float
@@ -67,43 +68,50 @@ class Costs(NamedTuple):
 
     @classmethod
     def of(cls, config: LlamaConfig, platform: str) -> "Costs":
+        """The costs for a model's sizes, on `cpu` or `gpu`."""
         heads = config.num_heads * config.head_dim
         attention = config.hidden_size * 2 * (heads + config.num_kv_heads * config.head_dim)
         causal, masked = (2 * heads * pair for pair in _PAIR["cpu" if platform == "cpu" else "gpu"])
         return cls(attention + 3 * config.hidden_size * config.intermediate_size, causal, masked)
 
-    def tree(self, prefix: Any, branches: Any) -> Any:
-        """Of a tree with a root and branches of so many tokens, numbers or arrays."""
+    def group(self, prefix: Any, branches: Any) -> Any:
+        """The cost of a group whose root has `prefix` tokens and whose branches have `branches`; both numbers or arrays."""
         width = prefix + branches
         return self.token * width + self.causal_pair * prefix**2 / 2 + self.masked_pair * branches * width
 
 
 def round_up(length: int, parts: int = _COARSE) -> int:
-    """The padded length of a prompt: up to the next 32, or sixteenth of its power of two: few shapes, little waste."""
+    """The padded length of a prompt: a multiple of 32, or of its power of two divided by `parts` if that is more."""
     step = max(32, (1 << (length - 1).bit_length()) // parts)
     return -(-length // step) * step
 
 
-def groups(rows: Sequence[Row], costs: Costs, most_tokens: int) -> list[list[int]]:
-    """The rows of each tree, in the order of their ids, at the least cost.
+def cheapest_groups(rows: Sequence[Row], costs: Costs, most_tokens: int) -> list[list[int]]:
+    """Partition the rows into groups at the least cost.
 
-    A tree has at most `most_tokens`, padding included, unless it is one row.
+    Args:
+        rows: The rows.
+        costs: The cost model.
+        most_tokens: The limit of tokens per group, including padding; a group of one row may exceed it.
+
+    Returns:
+        The indices of each group's rows, in the order of their ids.
     """
     most_tokens = min(most_tokens, _MOST_TOKENS)
     order, lengths, common = _in_order(rows)
     total = np.concatenate([[0], np.cumsum(lengths - common)])
     padded = np.array([0, *map(round_up, range(1, min(most_tokens, int(lengths.sum())) + int(lengths.max()) + 1))])
 
-    unshared = costs.tree(padded[lengths], 0)
+    unshared = costs.group(padded[lengths], 0)
     best, begins = np.zeros(len(rows) + 1), np.zeros(len(rows) + 1, int)
-    for end in range(1, len(rows) + 1):  # the best cut of the rows before `end`, whose last tree begins at `begins[end]`
+    for end in range(1, len(rows) + 1):  # best[end]: least cost of the first `end` rows; begins[end]: start of the last group
         starts = np.arange(end - 1, max(0, end - _MOST_ROWS) - 1, -1)
         prefix = np.minimum.accumulate(np.concatenate([lengths[end - 1 : end], common[starts[:-1]]]))
         branches = lengths[starts] + total[end] - total[starts + 1] - prefix
         fits = (padded[prefix] + padded[np.minimum(branches, len(padded) - 1)] <= most_tokens) & (prefix > 0)
-        fits[0] = True  # one row alone
+        fits[0] = True  # a group of one row
         costs_here = np.full(len(starts), np.inf)
-        costs_here[fits] = best[starts[fits]] + costs.tree(padded[prefix[fits]], padded[branches[fits]])
+        costs_here[fits] = best[starts[fits]] + costs.group(padded[prefix[fits]], padded[branches[fits]])
         chosen = int(costs_here.argmin())
         best[end], begins[end] = costs_here[chosen], starts[chosen]
     if best[-1] > (1 - _LEAST_GAIN) * unshared.sum():
@@ -115,8 +123,8 @@ def groups(rows: Sequence[Row], costs: Costs, most_tokens: int) -> list[list[int
     return cut[::-1]
 
 
-def of_one_prompt(rows: Sequence[Row]) -> list[list[int]]:
-    """The rows of each prompt: its admitted answers."""
+def groups_by_prompt(rows: Sequence[Row]) -> list[list[int]]:
+    """One group per prompt, of its admitted answers: the indices of its rows."""
     found: dict[tuple[int, ...], list[int]] = {}
     for i, (ids, _) in enumerate(rows):
         found.setdefault(tuple(ids), []).append(i)
@@ -124,9 +132,10 @@ def of_one_prompt(rows: Sequence[Row]) -> list[list[int]]:
 
 
 def families(rows: Sequence[Row]) -> list[list[int]]:
-    """Rows that are alike for the most part: a family is cut where rows in the order of their ids share less than half.
+    """Partition the rows into families: in the order of their ids, neighbours share at least half of the longer one.
 
-    Each in the order given, and so are the families, by their first rows.
+    Returns:
+        The indices of each family's rows in ascending order; families are ordered by their first row.
     """
     order, lengths, common = _in_order(rows)
     found: list[list[int]] = []
@@ -139,10 +148,17 @@ def families(rows: Sequence[Row]) -> list[list[int]]:
 
 
 @dataclass(frozen=True)
-class Tree:
-    """One tree as written, without padding: indices below `prefix` are the root's.
+class Group:
+    """A group of rows as a token tree in depth-first order, without padding.
 
-    `read` are the indices of the tokens that predict answers; `read_index`, for each of `rows`, which of these predict its own.
+    Attributes:
+        rows: Indices of the rows.
+        tokens: Token ids; those below the index `prefix` are the root.
+        positions: The position of each token in its rows.
+        ends: The token with index j is seen by those with j <= index < ends[j].
+        prefix: Tokens of the root.
+        read: Indices of the tokens that predict answers.
+        read_index: For each row, the indices into `read` that predict its answer.
     """
 
     rows: list[int]
@@ -164,22 +180,22 @@ class Tree:
         return round_up(self.prefix, parts), round_up(branches, parts) if branches else 0
 
     def cut(self, parts: int = _COARSE) -> tuple[int, int]:
-        """Tokens of the root that a multiple of `_STEP` keeps, and the width of the whole tree, rounded up."""
+        """The root's tokens rounded down to a multiple of `_STEP`, and the width of the whole group, rounded up."""
         prefix = max(_STEP, self.prefix // _STEP * _STEP)
         return prefix, round_up(max(prefix, len(self.tokens) + max(0, prefix - self.prefix)), parts)
 
 
-def tree_of(rows: Sequence[Row], group: list[int]) -> Tree:
-    """The rows of a group as a tree. Their last answer token predicts nothing, and is not in it."""
-    group = sorted(group, key=lambda i: _read_tokens(rows[i]))
-    sequences = [np.array(_read_tokens(rows[i]), np.int32) for i in group]
+def make_group(rows: Sequence[Row], indices: list[int]) -> Group:
+    """The rows with these indices as a group. It lacks their last answer tokens, which predict nothing."""
+    indices = sorted(indices, key=lambda i: _read_tokens(rows[i]))
+    sequences = [np.array(_read_tokens(rows[i]), np.int32) for i in indices]
     common = [0, *map(_common, sequences, sequences[1:])]
     prefix = min(common[1:], default=len(sequences[0]))
     tokens, positions, paths = [], [], []
     ends = np.zeros(sum(len(sequence) - shared for sequence, shared in zip(sequences, common, strict=True)), np.int32)
     path, written = np.zeros(0, np.int32), 0
     for sequence, shared in zip(sequences, common, strict=True):
-        ends[path[shared:]] = written  # these are done: what comes now stands beside them
+        ends[path[shared:]] = written  # no later token sees these
         tokens.append(sequence[shared:])
         positions.append(np.arange(shared, len(sequence)))
         new = np.arange(written, written + len(sequence) - shared)
@@ -187,17 +203,17 @@ def tree_of(rows: Sequence[Row], group: list[int]) -> Tree:
         paths.append(path)
     ends[path] = written
     predicting = [
-        path[len(rows[i][0]) - 1 : len(rows[i][0]) - 1 + len(rows[i][1])] for path, i in zip(paths, group, strict=True)
+        path[len(rows[i][0]) - 1 : len(rows[i][0]) - 1 + len(rows[i][1])] for path, i in zip(paths, indices, strict=True)
     ]
     read, index = np.unique(np.concatenate(predicting), return_inverse=True)
-    read_index = np.split(index, np.cumsum([len(indices) for indices in predicting])[:-1])
-    return Tree(group, np.concatenate(tokens), np.concatenate(positions), ends, prefix, read, read_index)
+    read_index = np.split(index, np.cumsum([len(own) for own in predicting])[:-1])
+    return Group(indices, np.concatenate(tokens), np.concatenate(positions), ends, prefix, read, read_index)
 
 
 class Shape(NamedTuple):
-    """What trees of a batch are padded to: tokens of the root and of all branches, tokens that are read, rows.
+    """The shape that groups of a batch are padded to: tokens of the root, of all branches, tokens that are read, and rows.
 
-    A root may have more tokens than `prefix`: the rest of it stands before the branches, and is seen by all of them.
+    A root may have more tokens than `prefix`: the rest of it precedes the branches, and all of them see it.
     """
 
     prefix: int
@@ -206,127 +222,143 @@ class Shape(NamedTuple):
     rows: int
 
     @classmethod
-    def of(cls, trees: Sequence[Tree], *, cut: bool = False, parts: int = _COARSE) -> "Shape":
-        """Every root padded to the longest, or cut to the shortest; widths rounded up to `parts` of their power of two."""
+    def of(cls, groups: Sequence[Group], *, cut: bool = False, parts: int = _COARSE) -> "Shape":
+        """The shape with roots padded to the longest, or cut to the shortest; `parts` as in `round_up`."""
         if cut:
-            prefixes, widths = zip(*(tree.cut(parts) for tree in trees), strict=True)
+            prefixes, widths = zip(*(group.cut(parts) for group in groups), strict=True)
             prefix, branches = min(prefixes), max(widths) - min(prefixes)
         else:
-            prefix, branches = (max(widths) for widths in zip(*(tree.padded(parts) for tree in trees), strict=True))
-        rows, read = max(len(tree.rows) for tree in trees), max(len(tree.read) for tree in trees)
+            prefix, branches = (max(widths) for widths in zip(*(group.padded(parts) for group in groups), strict=True))
+        rows, read = max(len(group.rows) for group in groups), max(len(group.read) for group in groups)
         return cls(prefix, branches, read if rows == 1 else -(-read // 8) * 8, rows)
 
 
-def pack_trees(
-    trees: Sequence[Tree], rows: Sequence[Row], answer_length: int | None = None, shape: Shape | None = None
+def pack_groups(
+    groups: Sequence[Group], rows: Sequence[Row], answer_length: int | None = None, shape: Shape | None = None
 ) -> Batch:
-    """Trees as one batch, padded to `shape` (None: the largest); row r of tree b is its rows[r], the rest padding."""
-    prefix, branches, num_read, num_rows = shape or Shape.of(trees)
-    size, width = len(trees), prefix + branches
-    longest = answer_length or max(len(rows[i][1]) for tree in trees for i in tree.rows)
+    """Pack groups into a batch. Row r of group b is its rows[r]; other rows are padding.
+
+    Args:
+        groups: The groups.
+        rows: The rows of all groups.
+        answer_length: A of the batch; None means that of the longest answer.
+        shape: The shape to pad to; None means `Shape.of(groups)`.
+    """
+    prefix, branches, num_read, num_rows = shape or Shape.of(groups)
+    size, width = len(groups), prefix + branches
+    longest = answer_length or max(len(rows[i][1]) for group in groups for i in group.rows)
     tokens, positions = np.zeros((2, size, width), np.int32)
     ends = np.full((size, width), width, np.int32)
-    ends[:, :prefix] = prefix  # padding of the root is seen by none of the branches; all padding sees something, or is NaN
+    ends[:, :prefix] = prefix  # no branch sees the padding of the root; all padding sees some token, or it would be NaN
     read = np.zeros((size, num_read), np.int32)
     read_index, answers = np.zeros((2, size, num_rows, longest), np.int32)
     is_answer = np.zeros((size, num_rows, longest), bool)
-    for b, tree in enumerate(trees):
-        where, gap = np.arange(len(tree.tokens)), max(0, prefix - tree.prefix)
-        where[tree.prefix :] += gap
-        tokens[b, where], positions[b, where] = tree.tokens, tree.positions
-        ends[b, : tree.prefix] = width
-        ends[b, where[tree.prefix :]] = tree.ends[tree.prefix :] + gap
-        read[b, : len(tree.read)] = where[tree.read]
-        for r, i in enumerate(tree.rows):
+    for b, group in enumerate(groups):
+        where, gap = np.arange(len(group.tokens)), max(0, prefix - group.prefix)
+        where[group.prefix :] += gap
+        tokens[b, where], positions[b, where] = group.tokens, group.positions
+        ends[b, : group.prefix] = width
+        ends[b, where[group.prefix :]] = group.ends[group.prefix :] + gap
+        read[b, : len(group.read)] = where[group.read]
+        for r, i in enumerate(group.rows):
             answer = rows[i][1]
             part = b, r, slice(len(answer))
-            read_index[part], answers[part], is_answer[part] = tree.read_index[r], answer, True
-    on_device = Trees(jnp.asarray(tokens), jnp.asarray(positions), jnp.asarray(ends), prefix)
+            read_index[part], answers[part], is_answer[part] = group.read_index[r], answer, True
+    on_device = Groups(jnp.asarray(tokens), jnp.asarray(positions), jnp.asarray(ends), prefix)
     return Batch(on_device, *(jnp.asarray(array) for array in (read, read_index, answers, is_answer)))
 
 
 def batches(
-    trees: Sequence[Tree],
+    groups: Sequence[Group],
     room: int,
     costs: Costs,
     shards: int = 1,
-    most_trees: int | None = None,
+    most_groups: int | None = None,
     shape_cost: int = 0,
-) -> tuple[float, list[tuple[Shape, list[list[Tree]]]]]:
-    """Trees of about the same shape together: the shapes that they are padded to, each with its batches, and what that costs.
+) -> tuple[float, list[tuple[Shape, list[list[Group]]]]]:
+    """Batch groups of similar shape together, at the least cost.
 
-    A batch has as many trees for each of so many shards as `room` tokens hold, and no more than `most_trees`; or one. Shapes
-    are chosen from the data: few, for each is a program to compile; one more where it saves `shape_cost` tokens and 1 % of all,
-    or 3 % where that cost is 0, not known. Batches of a shape have as many trees: the last is filled with trees that have no
-    rows. The cost is in tokens that meet no other (`Costs`).
+    Shapes are chosen from the data. There are few, because each one is a program to compile. All batches of a shape have the
+    same number of groups; the last one is filled with groups without rows.
+
+    Args:
+        groups: The groups.
+        room: Tokens of a batch per shard; a shard has at least one group.
+        costs: The cost model.
+        shards: The number of shards of a batch.
+        most_groups: The limit of groups per shard; None means no limit.
+        shape_cost: Tokens that one more shape must save, and at least 1 % of all; 0 means unknown: it must save 3 % of all.
+
+    Returns:
+        The cost of batches and shapes, in tokens without attention (`Costs.token`), and the shapes, each with its batches.
     """
-    if not trees:
+    if not groups:
         return 0.0, []
-    size_of = partial(_batch_size, room=room, shards=shards, most_trees=most_trees)
-    written = sum(float(costs.tree(tree.prefix, len(tree.tokens) - tree.prefix)) for tree in trees) / costs.token
+    size_of = partial(_batch_size, room=room, shards=shards, most_groups=most_groups)
+    written = sum(float(costs.group(group.prefix, len(group.tokens) - group.prefix)) for group in groups) / costs.token
     extra = max(_SHAPE_OF_KNOWN_COST * written, float(shape_cost)) if shape_cost else _SHAPE * written
     parts = _FINE if 0 < shape_cost < _FINE_SAVES * written else _COARSE
-    ways: list[tuple[float, list[tuple[Shape, list[Tree]]]]] = []
-    kinds = [kind for shared in (False, True) if (kind := [tree for tree in trees if (len(tree.rows) > 1) == shared])]
-    for split in (kinds, [list(trees)])[: len(kinds)]:  # the second is the first where there is one kind
+    ways: list[tuple[float, list[tuple[Shape, list[Group]]]]] = []
+    kinds = [kind for shared in (False, True) if (kind := [group for group in groups if (len(group.rows) > 1) == shared])]
+    for split in (kinds, [list(groups)])[: len(kinds)]:  # with one kind, both are equal
         cut = [
             min((_by_shape(order, size_of, costs, extra, parts) for order in _orders(kind)), key=lambda cut: cut[0])
             for kind in split
         ]
-        ways.append((sum(cost for cost, _ in cut), [group for _, of_kind in cut for group in of_kind]))
-    cost, groups = min(ways, key=lambda way: way[0])
+        ways.append((sum(cost for cost, _ in cut), [shaped for _, shapes in cut for shaped in shapes]))
+    cost, by_shape = min(ways, key=lambda way: way[0])
     found = []
-    for shape, group in groups:
-        size = int(size_of(len(group), shape.prefix + shape.branches))
-        filled = group + [replace(group[0], rows=[], read_index=[])] * (-len(group) % size)
+    for shape, members in by_shape:
+        size = int(size_of(len(members), shape.prefix + shape.branches))
+        filled = members + [replace(members[0], rows=[], read_index=[])] * (-len(members) % size)
         found.append((shape, [filled[start : start + size] for start in range(0, len(filled), size)]))
     return cost, found
 
 
-def _orders(trees: Sequence[Tree]) -> list[list[Tree]]:
-    """By root, by branches, and by all tokens: what stands side by side may have a shape in common."""
-    by_root, by_branches = (sorted(trees, key=lambda tree: tree.shape[::way]) for way in (1, -1))
-    return [by_root, by_branches, sorted(trees, key=lambda tree: (len(tree.tokens), tree.prefix))]
+def _orders(groups: Sequence[Group]) -> list[list[Group]]:
+    """The groups sorted by root, by branches, and by all tokens; neighbours may have a common shape."""
+    by_root, by_branches = (sorted(groups, key=lambda group: group.shape[::way]) for way in (1, -1))
+    return [by_root, by_branches, sorted(groups, key=lambda group: (len(group.tokens), group.prefix))]
 
 
 def _by_shape(
-    ordered: Sequence[Tree], size_of: Callable[[Any, Any], Any], costs: Costs, extra: float, parts: int
-) -> tuple[float, list[tuple[Shape, list[Tree]]]]:
-    """The cut of the trees in this order into groups that have a shape each, at the least cost, and that."""
-    kinds = np.array([(*tree.padded(parts), *tree.cut(parts)) for tree in ordered])
-    ends = np.append(np.flatnonzero((kinds[1:] != kinds[:-1]).any(axis=1)) + 1, len(ordered))  # of trees that are alike
+    ordered: Sequence[Group], size_of: Callable[[Any, Any], Any], costs: Costs, extra: float, parts: int
+) -> tuple[float, list[tuple[Shape, list[Group]]]]:
+    """The least cost of cutting the groups, in this order, into parts of one shape each; and these parts."""
+    kinds = np.array([(*group.padded(parts), *group.cut(parts)) for group in ordered])
+    ends = np.append(np.flatnonzero((kinds[1:] != kinds[:-1]).any(axis=1)) + 1, len(ordered))  # ends of runs of equal groups
     starts, kinds = np.append(0, ends[:-1]), kinds[ends - 1]
     best, begins, is_cut = np.zeros(len(ends) + 1), np.zeros(len(ends) + 1, int), np.zeros(len(ends) + 1, bool)
     for end in range(1, len(ends) + 1):
-        back = kinds[:end][::-1]  # widest, or narrowest, of the kinds from each start to this end
+        back = kinds[:end][::-1]  # its cumulative maximum (or minimum) covers the kinds from each start to this end
         root, branches, _, width = np.maximum.accumulate(back, axis=0)[::-1].T
         prefix = np.minimum.accumulate(back[:, 2])[::-1]
         count = ends[end - 1] - starts[:end]
         both = []
         for shape in ((root, branches), (prefix, width - prefix)):
             size = size_of(count, sum(shape))
-            both.append(best[:end] + -(-count // size) * size * costs.tree(*shape) / costs.token + extra)
+            both.append(best[:end] + -(-count // size) * size * costs.group(*shape) / costs.token + extra)
         least = np.minimum(*both)
         begins[end] = least.argmin()
         best[end], is_cut[end] = least[begins[end]], both[1][begins[end]] < both[0][begins[end]]
-    groups, end = [], len(ends)
+    by_shape, end = [], len(ends)
     while end:
-        group = list(ordered[int(starts[begins[end]]) : int(ends[end - 1])])
-        groups.append((Shape.of(group, cut=bool(is_cut[end]), parts=parts), group))
+        members = list(ordered[int(starts[begins[end]]) : int(ends[end - 1])])
+        by_shape.append((Shape.of(members, cut=bool(is_cut[end]), parts=parts), members))
         end = begins[end]
-    return float(best[-1]), groups[::-1]
+    return float(best[-1]), by_shape[::-1]
 
 
-def _batch_size(count: Any, width: Any, room: int, shards: int, most_trees: int | None) -> Any:
-    """Trees of each of as few batches as hold `count` of a width, numbers or arrays; a multiple of the shards."""
+def _batch_size(count: Any, width: Any, room: int, shards: int, most_groups: int | None) -> Any:
+    """Groups per batch if as few batches as possible contain `count` of a width (numbers or arrays); divisible by `shards`."""
     most = np.maximum(1, room // width)
-    most = shards * (most if most_trees is None else np.minimum(most, most_trees))
+    most = shards * (most if most_groups is None else np.minimum(most, most_groups))
     size = -(-count // -(-count // most))
     return -(-size // shards) * shards
 
 
 def pack_rows(rows: Sequence[Row], answer_length: int | None = None, longest: int = 0) -> Batch:
-    """Each row a tree of its own, with all of its answer; padded to the longest, or to hold one of `longest` tokens."""
+    """Pack each row as a group of its own, with its whole answer; padded to the longest row, or to `longest` tokens if more."""
     answer_length = answer_length or max(len(answer) for _, answer in rows)
     length = round_up(max(longest, *(len(ids) + len(answer) for ids, answer in rows)))
     tokens, _ = padded([ids + answer for ids, answer in rows], length)
@@ -350,7 +382,7 @@ def padded(sequences: Sequence[Sequence[int]], length: int) -> tuple[Int[np.ndar
 
 
 def _in_order(rows: Sequence[Row]) -> tuple[list[int], Int[np.ndarray, "B"], Int[np.ndarray, "B"]]:
-    """The order of the rows by their ids; in it, their lengths, and how many tokens each has in common with the one before."""
+    """The order of the rows by their ids and, in that order, their lengths and the tokens shared with the previous row."""
     sequences = [np.array(_read_tokens(row), np.int32) for row in rows]
     order = sorted(range(len(rows)), key=lambda i: sequences[i].tolist())
     ordered = [sequences[i] for i in order]
@@ -363,7 +395,7 @@ def _read_tokens(row: Row) -> list[int]:
 
 
 def _common(one: Int[np.ndarray, "m"], other: Int[np.ndarray, "n"]) -> int:
-    """Tokens that both begin with."""
+    """The number of tokens that both begin with."""
     length = min(len(one), len(other))
     differ = one[:length] != other[:length]
     return int(differ.argmax()) if differ.any() else length

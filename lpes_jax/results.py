@@ -1,4 +1,4 @@
-"""What is recorded of outcomes: results.json, samples.jsonl, table rows; and outcomes as JSON, and back.
+"""Records of outcomes: results.json, samples.jsonl, table rows, and the conversion of outcomes to JSON and back.
 
 Letters: Q questions, S slots.
 """
@@ -37,12 +37,12 @@ _PLAIN = ("compilations", "prompt_tokens", "counts", "outputs", "output_tokens")
 
 
 def rows(outcomes: Sequence[Outcome], metric: str | None = None) -> list[Row]:
-    """The outcomes as table rows, in percent; p is the paired test against the outcome named `baseline`, over questions.
+    """The outcomes as table rows, in percent. p is the paired test over questions against the outcome named `baseline`.
 
-    metric: None for the first.
+    `metric`: None means the first.
     """
-    of_metric = {outcome.candidate.name: outcome.scores[metric or outcome.metric] for outcome in outcomes}
-    baseline = of_metric.get(BASELINE)
+    values_by_name = {outcome.candidate.name: outcome.scores[metric or outcome.metric] for outcome in outcomes}
+    baseline = values_by_name.get(BASELINE)
     return [
         Row(
             name=name,
@@ -52,19 +52,23 @@ def rows(outcomes: Sequence[Outcome], metric: str | None = None) -> list[Row]:
             p=None if baseline is None or name in (BASELINE, PLAIN) else paired_permutation_test(values, baseline),
             log_likelihood=None if outcome.log_likelihood is None else float(outcome.log_likelihood.mean()),
         )
-        for outcome, (name, values) in zip(outcomes, of_metric.items(), strict=True)
+        for outcome, (name, values) in zip(outcomes, values_by_name.items(), strict=True)
     ]
 
 
 def results_record(
-    task: Task, outcomes: Sequence[Outcome], places: Sequence[tuple[int, int]], config: dict[str, Any], started: float
+    task: Task, outcomes: Sequence[Outcome], slots: Sequence[tuple[int, int]], config: dict[str, Any], started: float
 ) -> dict[str, Any]:
-    """`results.json`: lm-evaluation-harness's layout for the last outcome, and every outcome under `methods`.
+    """The contents of `results.json`: the last outcome in lm-evaluation-harness's layout, and all outcomes as `methods`.
 
-    `config` has the path of the task's file, if any, as `data`, and the model's name, hash and dtype as `model_identity`.
-    `started`: when the run did, in seconds as `time.time` has them.
+    Args:
+        task: The task.
+        outcomes: The outcomes.
+        slots: The slots of the fact, as (slot, position).
+        config: The settings, with the path of the task's file, if any, as `data`, and `model_identity`.
+        started: The run's start, in seconds as in `time.time`.
     """
-    methods, last = figures_of(outcomes, places), outcomes[-1]
+    methods, last = figures_of(outcomes, slots), outcomes[-1]
     left_out = last.counts["questions_skipped"] + last.counts.get("questions_dropped", 0)
     return {
         "results": {task.name: {"alias": task.name, **methods[last.candidate.name]}},
@@ -80,66 +84,66 @@ def results_record(
     }
 
 
-def figures_of(outcomes: Sequence[Outcome], places: Sequence[tuple[int, int]]) -> dict[str, dict[str, Any]]:
-    """The figures of each candidate by its name, and how the first metric differs from the baseline's, `against_baseline`.
+def figures_of(outcomes: Sequence[Outcome], slots: Sequence[tuple[int, int]]) -> dict[str, dict[str, Any]]:
+    """The figures of each candidate, by its name, with the first metric's difference from the baseline (`against_baseline`).
 
-    p is the paired permutation test's over questions, p_holm after Holm's correction for all candidates; intervals (95 %) are
-    paired bootstraps over questions. McNemar's exact p is of each position alone: positions share their questions.
+    p is from the paired permutation test over questions; p_holm is Holm's correction for all candidates. Intervals (95 %) are
+    paired bootstraps over questions. McNemar's exact p is per position, because positions share their questions.
     """
-    methods = {outcome.candidate.name: _figures(outcome, places) for outcome in outcomes}
+    methods = {outcome.candidate.name: _figures(outcome, slots) for outcome in outcomes}
     p_values = [row.p for row in rows(outcomes)]
     baseline = next((outcome.main for outcome in outcomes if outcome.candidate.name == BASELINE), None)
     for outcome, figures, p, p_holm in zip(outcomes, methods.values(), p_values, holm(p_values), strict=True):
         if p is None or baseline is None:
             continue
         difference = outcome.main - baseline
-        *by_position, of_mean = bootstrap_intervals(difference).tolist()
+        *by_position, mean_interval = bootstrap_intervals(difference).tolist()
         figures["p_against_baseline,none"] = p
         figures["against_baseline"] = {
             "difference": float(difference.mean()),
-            "interval": of_mean,
+            "interval": mean_interval,
             "p": p,
             "p_holm": p_holm,
             "by_position": {
                 str(position): {
-                    "difference": float(difference[:, at].mean()),
+                    "difference": float(difference[:, index].mean()),
                     "interval": interval,
-                    "p_mcnemar": mcnemar(outcome.main[:, at], baseline[:, at])
+                    "p_mcnemar": mcnemar(outcome.main[:, index], baseline[:, index])
                     if _are_verdicts(outcome.main) and _are_verdicts(baseline)
                     else None,
                 }
-                for at, ((_, position), interval) in enumerate(zip(places, by_position, strict=True))
+                for index, ((_, position), interval) in enumerate(zip(slots, by_position, strict=True))
             },
         }
     return methods
 
 
 def json_line(record: dict[str, Any]) -> str:
-    """A record as one line of JSON, by any reader's idea of a line: Unicode's line ends in texts are escaped."""
+    """A record as one line of JSON. Unicode's line ends in texts are escaped, so every reader finds one line."""
     return json.dumps(record, ensure_ascii=False).translate(_LINE_ENDS) + "\n"
 
 
 def write_samples(path: Path, outcomes: Sequence[Outcome], tasks: Sequence[str] = ()) -> None:
-    """`samples.jsonl`: one line a candidate and prompt. The same run writes the same bytes. `tasks`: each outcome's."""
+    """Write `samples.jsonl`: one line per candidate and prompt, equal bytes for equal runs. `tasks`: each outcome's task."""
     with replacing(path) as part, part.open("w", encoding="utf-8", errors="backslashreplace") as file:
         for number, outcome in enumerate(outcomes):
-            for at, prompt in enumerate(outcome.prompts):
+            for index, prompt in enumerate(outcome.prompts):
                 sample: dict[str, Any] = ({"task": tasks[number]} if tasks else {}) | {
                     "method": outcome.candidate.name,
                     "example": prompt.example,
                     "position": prompt.position,
                     "slot": prompt.slot,
                     "prompt_hash": hashlib.sha256(prompt.text.encode()).hexdigest()[:16],
-                    "prompt_tokens": outcome.prompt_tokens[at],
+                    "prompt_tokens": outcome.prompt_tokens[index],
                     "prompt_cut": prompt.was_cut,
                     "target": list(prompt.references) if prompt.golds else prompt.gold,
-                    **{metric: _short(float(values.flat[at])) for metric, values in outcome.scores.items()},
+                    **{metric: _short(float(values.flat[index])) for metric, values in outcome.scores.items()},
                 }
                 if outcome.log_likelihood is not None:
-                    sample["log_likelihood"] = _finite(float(outcome.log_likelihood.flat[at]), 4)
+                    sample["log_likelihood"] = _finite(float(outcome.log_likelihood.flat[index]), 4)
                 if outcome.outputs is not None and outcome.output_tokens is not None:
-                    output = outcome.outputs[at]
-                    sample |= {"output": output, "output_tokens": outcome.output_tokens[at], "empty": not output.strip()}
+                    output = outcome.outputs[index]
+                    sample |= {"output": output, "output_tokens": outcome.output_tokens[index], "empty": not output.strip()}
                 if prompt.faults:
                     sample["faults"] = list(prompt.faults)
                 if prompt.details:
@@ -147,9 +151,9 @@ def write_samples(path: Path, outcomes: Sequence[Outcome], tasks: Sequence[str] 
                 file.write(json_line(sample))
 
 
-def _figures(outcome: Outcome, places: Sequence[tuple[int, int]]) -> dict[str, Any]:
-    """Of one outcome: the first metric as `acc`, every metric by its own name."""
-    positions = [str(position) for _, position in places]
+def _figures(outcome: Outcome, slots: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """The figures of one outcome: the first metric as `acc`, and every metric by its own name."""
+    positions = [str(position) for _, position in slots]
 
     def by_position(values: np.ndarray, digits: int | None = None) -> dict[str, float | None]:
         return {p: _finite(float(v), digits) for p, v in zip(positions, values.mean(axis=0), strict=True)}
@@ -164,7 +168,7 @@ def _figures(outcome: Outcome, places: Sequence[tuple[int, int]]) -> dict[str, A
     }
     if outcome.log_likelihood is not None:
         figures["log_likelihood_by_position"] = by_position(outcome.log_likelihood, 6)
-    figures |= {"slots": [slot for slot, _ in places], "compilations": outcome.compilations, **outcome.counts}
+    figures |= {"slots": [slot for slot, _ in slots], "compilations": outcome.compilations, **outcome.counts}
     for metric, values in outcome.scores.items():
         figures |= {
             f"{metric},none": float(values.mean()),
@@ -172,7 +176,7 @@ def _figures(outcome: Outcome, places: Sequence[tuple[int, int]]) -> dict[str, A
             f"{metric}_by_position": by_position(values),
         }
     if set(ROUGE) <= outcome.scores.keys():
-        each = [{kind: float(outcome.scores[kind].flat[at]) for kind in ROUGE} for at in range(outcome.main.size)]
+        each = [{kind: float(outcome.scores[kind].flat[index]) for kind in ROUGE} for index in range(outcome.main.size)]
         figures["rouge_corpus,none"] = corpus_rouge(each)
     if outcome.prefix_of_outputs is not None and "prefix" in outcome.scores:
         prefix = outcome.scores["prefix"] > 0
@@ -183,7 +187,7 @@ def _figures(outcome: Outcome, places: Sequence[tuple[int, int]]) -> dict[str, A
 
 
 def _intervals(values: Float[np.ndarray, "Q S"]) -> list[list[float]]:
-    """95 % of the mean at each position: Wilson's of verdicts, else a bootstrap."""
+    """95 % intervals of the mean at each position: Wilson's for verdicts, otherwise a bootstrap."""
     if _are_verdicts(values):
         return [list(wilson_interval(float(column.sum()), len(values))) for column in values.T]
     return bootstrap_intervals(values)[:-1].tolist()
@@ -194,7 +198,7 @@ def _are_verdicts(values: Float[np.ndarray, "Q S"]) -> bool:
 
 
 def _short(value: float) -> float | bool:
-    """Verdicts as true and false, other scores with six digits."""
+    """Verdicts as true and false; other scores with six digits."""
     return bool(value) if value in (0.0, 1.0) else round(value, 6)
 
 

@@ -96,11 +96,11 @@ def _fault() -> int:
 @contextlib.contextmanager
 def _output_path(flags: Flags, named: bool) -> Iterator[Flags]:
     """The flags with a run folder. If the user names none: a new one, or with --resume the latest one."""
-    values = flags.flat()
-    folder: Path | None = values.get("output_path")
+    settings_by_name = flags.flat()
+    folder: Path | None = settings_by_name.get("output_path")
     if folder is None or named:
         yield flags
-    elif values.get("resume") or values.get("overwrite"):
+    elif settings_by_name.get("resume") or settings_by_name.get("overwrite"):
         chosen = hosts.from_first(lambda: output.latest(folder))
         yield flags.replace(output_path=chosen)
     else:

@@ -1,10 +1,10 @@
-"""Scores of one pass, as JAX traces it, and what every scorer offers.
+"""The traced computation of one pass's scores, and the interfaces of scorers.
 
-No text is generated. The gold answer stands behind the prompt (teacher forcing); it is what greedy generation gives exactly if
-each of its tokens is the argmax. Its log-likelihood comes from the same pass.
+Scoring generates no text. The gold answer follows the prompt (teacher forcing). It is the greedy continuation exactly if each
+of its tokens is the argmax. The same pass gives its log-likelihood.
 
-Letters: P population, N prompts, B trees of a batch, R rows of a tree, A answer tokens, M tokens of a tree that predict an
-answer token, V vocabulary.
+Letters: P population, N prompts, B groups of a batch, R rows of a group, A answer tokens, M tokens of a group that predict an
+answer token, E embedding, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from lpes_jax.factors import LayerFactors
 from lpes_jax.finite import not_finite
 from lpes_jax.inputs import checked_factors
-from lpes_jax.models.llama.method import Method, of_table
+from lpes_jax.models.llama.method import Method, table_method
 from lpes_jax.models.llama.model import Llama, check_ids, hidden_states, method_logits, over_tables
 from lpes_jax.models.llama.prefix import states_read
 from lpes_jax.prefixes import Batch
@@ -29,7 +29,7 @@ from lpes_jax.rope import Granularity, RopeTable, is_traced
 class Scores(NamedTuple):
     """`correct`: an admitted answer is the greedy continuation. `log_likelihood`: of the admitted answers together, in nats.
 
-    Where the logits of an answer were not finite, the log-likelihood is NaN and nothing is correct.
+    If the logits of an answer are not finite, the log-likelihood is NaN and `correct` is False.
     """
 
     correct: Bool[np.ndarray, "P N"] | Float[np.ndarray, "P N"]
@@ -38,11 +38,14 @@ class Scores(NamedTuple):
 
 @runtime_checkable
 class PopulationScorer(Protocol):
-    """What scores populations on a fixed set of prompts.
+    """Scores populations on a fixed set of prompts.
 
-    `answer_tokens`: of each prompt's shortest answer; `longest`: tokens of the longest prompt with its answer;
-    `individuals_at_once`: of one pass over all devices; `has_likelihood`: whether `Scores.log_likelihood` says more than that
-    logits were finite.
+    Attributes:
+        num_prompts: The number of prompts.
+        answer_tokens: Tokens of each prompt's shortest answer.
+        longest: Tokens of the longest prompt with its answer.
+        individuals_at_once: Individuals of one pass over all devices.
+        has_likelihood: Whether `Scores.log_likelihood` is a likelihood; otherwise it only tells whether logits were finite.
     """
 
     num_prompts: int
@@ -64,57 +67,65 @@ class PopulationScorer(Protocol):
         gains: Float[np.ndarray, "P ..."] | None = None,
         gains_granularity: Granularity = "layer",
     ) -> Scores:
-        """Scores of each individual on each prompt. `on_prompts` is told how many (individual, prompt) pairs were done."""
+        """Scores of each individual on each prompt. `on_prompts` gets the number of finished (individual, prompt) pairs."""
         ...
 
 
 @runtime_checkable
 class LikelihoodScorer(PopulationScorer, Protocol):
-    """A scorer that teacher-forces answers or options; it scores methods as well.
+    """A scorer that teacher-forces answers or options, and also scores methods.
 
-    `compilations`: shapes compiled so far.
+    `compilations`: the number of shapes compiled so far.
     """
 
     @property
     def compilations(self) -> int: ...
 
     def lengthen(self, longest: int) -> None:
-        """Make the RoPE table for texts of so many tokens."""
+        """Rebuild length-dependent RoPE for texts of `longest` tokens."""
         ...
 
-    def of_method(self, method: Method, on_prompts: Callable[[int], None] = lambda count: None) -> Scores:
+    def method_scores(self, method: Method, on_prompts: Callable[[int], None] = lambda count: None) -> Scores:
         """Scores of one method (made for `longest` tokens), P = 1."""
         ...
 
     def sequences(self, prompt: int) -> list[list[int]]:
-        """The token ids that the scores of a prompt are of."""
+        """The token ids that are scored for a prompt."""
         ...
 
 
 def batch_scores(
     model: Llama, batch: Batch, method: Method, *, remat: bool = False
 ) -> tuple[Bool[Array, "rows"], Float[Array, "rows"]]:
-    """For each row: are all answer tokens the argmax, and the sum of their log-probabilities in nats.
+    """For each row: whether all answer tokens are the argmax, and the sum of their log-probabilities in nats.
 
-    Row r of tree b is b R + r. `remat` recomputes each layer in the backward pass instead of keeping its activations. A
-    log-likelihood that is not finite is that of logits which are not: such a row is not right. Raises TypeError for a method
-    with a replacement on trees of several rows.
+    The scores of row r of group b have the index b R + r. If logits are not finite, neither is the log-likelihood, and the row
+    is not correct.
+
+    Args:
+        model: The model.
+        batch: The rows.
+        method: The RoPE tables, attention or channel to use.
+        remat: Whether to recompute each layer in the backward pass instead of keeping its activations.
+
+    Raises:
+        TypeError: The method has a replacement, and a group has several rows.
     """
 
     def states(table: RopeTable) -> Float[Array, "B M E"]:
         if method.replacement is None:
-            return states_read(model, batch.trees, table, batch.read, remat=remat)
-        _, rows_of_tree, answer_length = batch.answers.shape
-        if rows_of_tree > 1:
-            raise TypeError("an attention that replaces the model's own takes rows one by one, not trees of several")
-        run = partial(hidden_states, model, batch.tokens, table, remat=remat, behind=answer_length - 1)
+            return states_read(model, batch.groups, table, batch.read, remat=remat)
+        _, rows_per_group, answer_length = batch.answers.shape
+        if rows_per_group > 1:
+            raise TypeError("an attention that replaces the model's own takes single rows, not groups of several")
+        run = partial(hidden_states, model, batch.tokens, table, remat=remat, tokens_after=answer_length - 1)
         hidden = run(replacement=method.replacement, lengths=batch.read[:, 0] + 1)
         return jnp.take_along_axis(hidden, batch.read[:, :, None], axis=1)
 
     logits = method_logits(model, over_tables(states, method.tables), method)  # [B, M, V]
-    tree = jnp.arange(len(batch.read_index))[:, None, None]
-    predicted = jnp.argmax(logits, axis=-1)[tree, batch.read_index]  # [B, R, A]
-    chosen = logits[tree, batch.read_index, batch.answers] - jax.nn.logsumexp(logits, axis=-1)[tree, batch.read_index]
+    group = jnp.arange(len(batch.read_index))[:, None, None]
+    predicted = jnp.argmax(logits, axis=-1)[group, batch.read_index]  # [B, R, A]
+    chosen = logits[group, batch.read_index, batch.answers] - jax.nn.logsumexp(logits, axis=-1)[group, batch.read_index]
     correct = (predicted == batch.answers) | ~batch.is_answer
     log_likelihood = jnp.where(batch.is_answer, chosen, 0).sum(axis=-1)
     return (correct.all(axis=-1) & jnp.isfinite(log_likelihood)).ravel(), log_likelihood.ravel()
@@ -129,11 +140,20 @@ def population_scores(
     gains: Float[Array, "P ..."] | None = None,
     gains_granularity: Granularity = "layer",
 ) -> tuple[Bool[Array, "P rows"], Float[Array, "P rows"]]:
-    """`batch_scores` of every individual, vmapped over the factors, which divide `table` (None: the model's own), and gains.
+    """`batch_scores` of every individual, vmapped over factors and gains. Of traced arguments, only shapes are checked.
 
-    An individual whose logits are not finite has log-likelihoods that are not, and nothing right. Raises UserError for ids that
-    the model does not have, for factors that do not fit it or are out of range, and where no individual's logits are finite; of
-    what is traced (`jax.jit`) the shape alone is checked.
+    Args:
+        model: The model.
+        batch: The rows.
+        factors: The factors of each individual, which divide the frequencies of `table`.
+        granularity: Their granularity.
+        table: The RoPE table; None means the model's own.
+        gains: The gains of each individual; None means 1.
+        gains_granularity: Their granularity.
+
+    Raises:
+        UserError: The model lacks an id, factors or gains do not fit it or are out of range, or no individual has finite
+            logits.
     """
     checked_factors(model.config, factors, granularity, population=True)
     checked_factors(model.config, gains, gains_granularity, population=True, what="gains")
@@ -144,11 +164,13 @@ def population_scores(
 
     def individual(factors: Array, gains: Array | None) -> tuple[Array, Array]:
         scaled = own.scaled(factors, granularity)
-        return batch_scores(model, batch, of_table(scaled if gains is None else scaled.with_gains(gains, gains_granularity)))
+        return batch_scores(
+            model, batch, table_method(scaled if gains is None else scaled.with_gains(gains, gains_granularity))
+        )
 
     correct, log_likelihood = jax.vmap(individual)(factors, gains)
     if not is_traced(log_likelihood) and not np.isfinite(log_likelihood).all(axis=1).any():
-        of_first = None if gains is None else np.asarray(gains[0])
-        first = LayerFactors(np.asarray(factors[0]), granularity, of_first, None if gains is None else gains_granularity)
+        first_gains = None if gains is None else np.asarray(gains[0])
+        first = LayerFactors(np.asarray(factors[0]), granularity, first_gains, None if gains is None else gains_granularity)
         raise not_finite(model, np.asarray(tokens).tolist(), first, name="individual 0")
     return correct, log_likelihood

@@ -1,16 +1,15 @@
-"""(model, prompts, factors [P, ...]) -> for every individual and prompt: does the model say the gold answer, how likely is it.
+"""Score populations: (model, prompts, factors [P, ...]) -> whether each individual gives each gold answer, and its likelihood.
 
-A pass takes a batch of prompts and some individuals: vmapped over the individuals of a device with the weights unmapped, and
-spread over the population axis of a mesh (lpes_jax.mesh), without communication between its shards. Where there are fewer
-individuals than shards, each shard has all of them and a part of the prompts. Factors are arguments of the compiled program:
-new factors never compile anything.
+A pass processes a batch of prompts for some individuals. It is vmapped over the individuals of a device, with the weights
+unmapped, and sharded over the population axis of a mesh (lpes_jax.mesh), without communication between shards. If there are
+fewer individuals than shards, each shard has all individuals and a part of the prompts. Factors are arguments of the compiled
+program, so new factors compile nothing.
 
-Rows (a prompt with one of its answers) that begin alike share a tree, and what they share is computed once for each individual:
-see prefixes.py. Which rows a pass has is planned beforehand (plan.py); `Scorer` puts the batches on the devices, runs the
-passes, plans smaller ones where one ran out of memory, and collects the scores.
+Rows (a prompt with one of its answers) that share a prefix form a group, and the prefix is computed once per individual
+(prefixes.py). plan.py plans the rows of each pass. `Scorer` puts the batches on the devices, runs the passes, plans smaller
+ones if one runs out of memory, and collects the scores.
 
-Letters: P population, N prompts, B rows or trees of a batch, R rows of a tree, T tokens, A answer tokens, M tokens of a tree
-that predict an answer token, L layers, V vocabulary.
+Letters: P population.
 """
 
 import math
@@ -39,13 +38,13 @@ from lpes_jax.models.llama.method import Method
 from lpes_jax.models.llama.model import Llama, check_ids
 from lpes_jax.models.llama.sharding import put_model
 from lpes_jax.plan import Budget, Plan, group_rows, make_plan, smaller
-from lpes_jax.prefixes import Batch, Costs, Row, Tree, pack_trees, round_up, tree_of
+from lpes_jax.prefixes import Batch, Costs, Group, Row, make_group, pack_groups, round_up
 from lpes_jax.rope import Granularity, RopeTable
 from lpes_jax.scores import Scores, batch_scores, population_scores
 from lpes_jax.tasks.prompts import EncodedPrompt, Prompt, encode, option_prompts
 
 
-@partial(jax.jit, static_argnames=("granularity", "gains_granularity", "mesh", "by_trees"), compiler_options=LARGE_PRODUCTS)
+@partial(jax.jit, static_argnames=("granularity", "gains_granularity", "mesh", "by_groups"), compiler_options=LARGE_PRODUCTS)
 def _sharded_scores(
     model: Llama,
     batch: Batch,
@@ -55,14 +54,14 @@ def _sharded_scores(
     granularity: Granularity,
     gains_granularity: Granularity,
     mesh: Mesh,
-    by_trees: bool = False,
+    by_groups: bool = False,
 ) -> tuple[Bool[Array, "P rows"], Float[Array, "P rows"]]:
-    """`population_scores`, over the mesh by individuals or by trees."""
+    """`population_scores`, sharded over the mesh by individuals or by groups."""
 
     def score(model: Llama, batch: Batch, factors: Array, gains: Array, table: RopeTable) -> tuple[Array, Array]:
         return population_scores(model, batch, factors, granularity, table, gains, gains_granularity)
 
-    if by_trees:
+    if by_groups:
         specs, out = (EVERYWHERE, BY_POPULATION, EVERYWHERE, EVERYWHERE, EVERYWHERE), PartitionSpec(None, "population")
     else:
         specs, out = (EVERYWHERE, EVERYWHERE, BY_POPULATION, BY_POPULATION, EVERYWHERE), BY_POPULATION
@@ -76,21 +75,21 @@ def _method_scores(model: Llama, batch: Batch, method: Method, mesh: Mesh) -> tu
 
 
 def _shapes(call: tuple[Any, ...]) -> Hashable:
-    """What a program is compiled for."""
+    """The shapes and static arguments that a program is compiled for."""
     leaves, structure = jax.tree.flatten(call)
     return structure, tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Array) else leaf for leaf in leaves)
 
 
 def _compiles_side_by_side() -> bool:
-    """For a GPU: six programs of a 7B shape took 16 s so, on 16 cores. For a CPU it made no difference."""
+    """Whether to compile in parallel. On a GPU, six programs of a 7B shape took 16 s on 16 cores; a CPU gains nothing."""
     return jax.default_backend() != "cpu" and jax.process_count() == 1
 
 
-Split = Literal["individuals", "trees", "rows"]  # what the devices each have their own of; rows: trees of one row
+Split = Literal["individuals", "groups", "rows"]  # what is sharded over the devices; rows: groups of one row
 
 
 @dataclass(frozen=True)
-class Placed:
+class DevicePlan:
     """A plan, and the batches of its passes on the devices."""
 
     plan: Plan
@@ -98,14 +97,21 @@ class Placed:
 
 
 class Scorer:
-    """Scores populations on a fixed set of prompts.
+    """Scores populations on a fixed set of prompts. With several processes, all must make the same calls.
 
-    `batch_size` is prompts a pass and device (of the longest, none sharing) and `population_chunk` individuals a pass and
-    device; both are chosen from the shapes and the device's memory where they are None, and neither changes a result: where a
-    pass does not fit after all, they are halved. `individuals`: how many will be scored in all, about; few shapes
-    are compiled for few. `mesh`: None for the model's, or one of all devices. `share_prefixes=False`
-    computes every row on its own. `compilations` counts compiled shapes, and `tokens_saved` is the share of the rows' tokens
-    that sharing leaves out. Of several processes, all make the same calls.
+    Args:
+        model: The model.
+        prompts: The prompts.
+        batch_size: Prompts per pass and device, counted as if all were the longest and shared nothing. None means as many as
+            the shapes and the memory allow. It is halved if a pass runs out of memory, and changes no result.
+        population_chunk: Individuals per pass and device; None, halving and results as for `batch_size`.
+        individuals: About how many individuals will be scored in total; for few individuals, few shapes are compiled.
+        mesh: None means the model's mesh, or one of all devices.
+        share_prefixes: False computes every row by itself.
+
+    Attributes:
+        compilations: The number of compiled shapes.
+        tokens_saved: The share of the rows' tokens that sharing saves.
     """
 
     has_likelihood = True
@@ -136,49 +142,49 @@ class Scorer:
         self._answer_length = max(len(answer) for _, answer in self._rows)
         self.longest = max(len(ids) + len(answer) for ids, answer in self._rows)
         self._table = put(self.model.config.rope_table(self.longest), self._everywhere)
-        # What one more shape must save; a replacement's program is its own, and compiled for the sake of one pass.
+        # The tokens that one more shape must save. A replacement's program is compiled for a single pass.
         compilation = tokens_of_a_compilation(self.model)
         by_individuals = 0 if individuals is None else max(1, compilation // max(1, individuals))
-        self._shape_cost: dict[Split, int] = {"rows": compilation, "trees": by_individuals, "individuals": by_individuals}
+        self._shape_cost: dict[Split, int] = {"rows": compilation, "groups": by_individuals, "individuals": by_individuals}
         width = round_up(self.longest)
         fits = batch_size * width if batch_size else tokens_that_fit(self.model, width, self._answer_length)
         at_once = batch_size * width if batch_size else min(fits, tokens_worth_it(self.model, width))
         self._budget = Budget(fits, at_once, 0, pass_memory(self.model), batch_size, population_chunk)
         self._costs, self._share = Costs.of(self.model.config, jax.default_backend()), share_prefixes
-        self._placed: dict[tuple[Split, int], Placed] = {}
+        self._device_plans: dict[tuple[Split, int], DevicePlan] = {}
         self._shapes: set[Hashable] = set()
-        self._trees = self._grouped()
-        written, unshared = sum(len(tree.tokens) for tree in self._trees), sum(len(ids) + len(of) - 1 for ids, of in self._rows)
-        self.tokens_saved = 1 - written / unshared
-        self.individuals_at_once = self.placed("individuals").plan.individuals * self._shards  # stays, whatever is halved
+        self._groups = self._grouped()
+        unshared = sum(len(ids) + len(answer) - 1 for ids, answer in self._rows)
+        self.tokens_saved = 1 - sum(len(group.tokens) for group in self._groups) / unshared
+        self.individuals_at_once = self.device_plan("individuals").plan.individuals * self._shards  # not changed by halving
 
     def lengthen(self, longest: int) -> None:
-        """Make the RoPE table for so many tokens, where it depends on them: a part of the prompts is scored as among all."""
+        """Rebuild length-dependent RoPE for `longest` tokens, so that a subset of prompts scores as in the full set."""
         self._table = put(self.model.config.rope_table(longest), self._everywhere)
 
-    def _grouped(self, tables: int = 1) -> list[Tree]:
+    def _grouped(self, tables: int = 1) -> list[Group]:
         cost = self._shape_cost["individuals"]
         return group_rows(self._rows, self._budget, self._costs, shape_cost=cost, tables=tables, share=self._share)
 
-    def placed(self, split: Split, tables: int = 1) -> Placed:
-        """The plan by which the devices each have individuals, trees or rows of their own, and its batches on them."""
-        if split == "trees" and self._shards == 1:
+    def device_plan(self, split: Split, tables: int = 1) -> DevicePlan:
+        """The plan that shards individuals, groups or rows over the devices, with its batches there."""
+        if split == "groups" and self._shards == 1:
             split = "individuals"  # the same
-        tables = 1 if self._budget.batch_size else tables  # prompts a pass that were given hold for every method
-        if (split, tables) not in self._placed:
-            self._placed[split, tables] = self._place(split, tables)
-        return self._placed[split, tables]
+        tables = 1 if self._budget.batch_size else tables  # a given batch size applies to every method
+        if (split, tables) not in self._device_plans:
+            self._device_plans[split, tables] = self._make_device_plan(split, tables)
+        return self._device_plans[split, tables]
 
-    def _place(self, split: Split, tables: int) -> Placed:
+    def _make_device_plan(self, split: Split, tables: int) -> DevicePlan:
         if split == "rows":
-            trees = [tree_of(self._rows, [row]) for row in range(len(self._rows))]
+            groups = [make_group(self._rows, [row]) for row in range(len(self._rows))]
         else:
-            trees = self._trees if tables == 1 else self._grouped(tables)
+            groups = self._groups if tables == 1 else self._grouped(tables)
         budget = replace(self._budget, memory=planned_memory())
         shards, sharding = (1, self._everywhere) if split == "individuals" else (self._shards, self._by_population)
-        plan = make_plan(trees, budget, self._costs, shards=shards, tables=tables, shape_cost=self._shape_cost[split])
-        batches = [pack_trees(it.trees, self._rows, self._answer_length, it.shape) for it in plan.passes]
-        return Placed(plan, [put(batch, sharding) for batch in batches])
+        plan = make_plan(groups, budget, self._costs, shards=shards, tables=tables, shape_cost=self._shape_cost[split])
+        batches = [pack_groups(one_pass.groups, self._rows, self._answer_length, one_pass.shape) for one_pass in plan.passes]
+        return DevicePlan(plan, [put(batch, sharding) for batch in batches])
 
     @property
     def compilations(self) -> int:
@@ -193,10 +199,17 @@ class Scorer:
         gains: Float[np.ndarray, "P ..."] | None = None,
         gains_granularity: Granularity = "layer",
     ) -> Scores:
-        """Scores of each individual on each prompt. `on_prompts` is told how many (individual, prompt) pairs were done.
+        """Scores of each individual on each prompt.
 
-        `gains`: None for 1, which is the same program as any of one gain a layer. Raises UserError where the device's memory
-        does not hold a single prompt.
+        Args:
+            factors: The factors of each individual.
+            granularity: Their granularity.
+            on_prompts: Called with the number of finished (individual, prompt) pairs.
+            gains: The gains of each individual. None means 1; the program is that of one gain per layer.
+            gains_granularity: Their granularity.
+
+        Raises:
+            UserError: The device's memory cannot hold a single prompt.
         """
         factors = np.asarray(factors, np.float32)
         if gains is None:
@@ -207,13 +220,15 @@ class Scorer:
         log_likelihood = np.empty(correct.shape, np.float32)
         start = 0
         while start < len(factors):
-            placed = self.placed("trees" if len(factors) < self._shards else "individuals")
-            done = self._tried(placed.plan, partial(self._run_individuals, placed, factors[start:], gains[start:], kinds))
+            device_plan = self.device_plan("groups" if len(factors) < self._shards else "individuals")
+            done = self._run_or_shrink(
+                device_plan.plan, partial(self._run_individuals, device_plan, factors[start:], gains[start:], kinds)
+            )
             if done is None:
                 continue
             count = min(len(done[0][0]), len(factors) - start)
-            seen: set[int] = set()  # the admitted answers of a prompt may stand in two batches
-            for (_, _, rows, score_of_row), scores in zip(placed.plan.passes, done, strict=True):
+            seen: set[int] = set()  # the admitted answers of a prompt may be in two batches
+            for (_, _, rows, score_of_row), scores in zip(device_plan.plan.passes, done, strict=True):
                 correct[start : start + count, rows] = scores[0][:count, score_of_row]
                 log_likelihood[start : start + count, rows] = scores[1][:count, score_of_row]
                 new = set(self._prompt_of_row[rows].tolist()) - seen
@@ -224,14 +239,14 @@ class Scorer:
 
     def _run_individuals(
         self,
-        placed: Placed,
+        device_plan: DevicePlan,
         factors: Float[np.ndarray, "P ..."],
         gains: Float[np.ndarray, "P ..."],
         kinds: tuple[Granularity, Granularity],
     ) -> list[tuple[Array, Array]]:
-        """The scores of each batch, for the individuals of one pass: the first of all, or all and some once more."""
-        plan = placed.plan
-        # Powers of two below the full pass, so that odd populations compile a few sizes and no more.
+        """The scores of each batch for the individuals of one pass: the first individuals, padded with copies of the first."""
+        plan = device_plan.plan
+        # Sizes below a full pass are powers of two, so that few sizes are compiled for any population.
         shards = self._shards if plan.shards == 1 else 1
         needed = math.ceil(len(factors) / shards)
         count = min(plan.individuals, 1 << (needed - 1).bit_length()) * shards
@@ -240,35 +255,35 @@ class Scorer:
             for values in (factors, gains)
         ]
         filled = put(filled, self._by_population if plan.shards == 1 else self._everywhere)
-        table, by_trees = self._table, plan.shards > 1
-        calls = [(self.model, batch, *filled, table, *kinds, self.mesh, by_trees) for batch in placed.batches]
+        table, by_groups = self._table, plan.shards > 1
+        calls = [(self.model, batch, *filled, table, *kinds, self.mesh, by_groups) for batch in device_plan.batches]
         return self._run(_sharded_scores, calls)
 
-    def of_method(self, method: Method, on_prompts: Callable[[int], None] = lambda count: None) -> Scores:
+    def method_scores(self, method: Method, on_prompts: Callable[[int], None] = lambda count: None) -> Scores:
         """Scores of one method (made for `longest` tokens), P = 1."""
         correct, log_likelihood = np.empty((1, len(self._rows)), bool), np.empty((1, len(self._rows)), np.float32)
         method = put(method, self._everywhere)
-        split: Split = "trees" if method.replacement is None else "rows"
+        split: Split = "groups" if method.replacement is None else "rows"
         done, passes = None, []
         while done is None:
-            placed = self.placed(split, len(method.tables.inv_freq))
-            passes, calls = placed.plan.passes, [(self.model, batch, method, self.mesh) for batch in placed.batches]
-            done = self._tried(replace(placed.plan, individuals=1), partial(self._run, _method_scores, calls))
+            device_plan = self.device_plan(split, len(method.tables.inv_freq))
+            passes, calls = device_plan.plan.passes, [(self.model, batch, method, self.mesh) for batch in device_plan.batches]
+            done = self._run_or_shrink(replace(device_plan.plan, individuals=1), partial(self._run, _method_scores, calls))
         for (_, _, rows, score_of_row), scores in zip(passes, done, strict=True):
             correct[0, rows], log_likelihood[0, rows] = (values[score_of_row] for values in scores)
         on_prompts(self.num_prompts)
         return self._by_prompt(correct, log_likelihood)
 
     def _run(self, program: Any, calls: Sequence[tuple[Any, ...]]) -> list[tuple[Array, Array]]:
-        """What the calls give."""
+        """The results of the calls. New shapes are compiled first, in parallel where that helps."""
         new = {shapes: call for call in calls if (shapes := _shapes(call)) not in self._shapes}
         self._shapes |= new.keys()
         if len(new) > 1 and _compiles_side_by_side():
             compile_side_by_side([program.lower(*call) for call in new.values()])
         return [program(*call) for call in calls]
 
-    def _tried(self, plan: Plan, run: Callable[[], Any]) -> Any:
-        """What `run` gives, on the host; None, and a smaller budget, where a device of any process ran out of memory."""
+    def _run_or_shrink(self, plan: Plan, run: Callable[[], Any]) -> Any:
+        """The result of `run`, on the host. If a device of any process runs out of memory: None, and the budget is reduced."""
         done, failed = None, None
         try:
             done = jax.block_until_ready(run())
@@ -287,29 +302,29 @@ class Scorer:
         fewer_tokens = (
             budget.tokens_at_once < self._budget.tokens_at_once or budget.tokens_that_fit < self._budget.tokens_that_fit
         )
-        self._budget, self._placed = budget, {}
+        self._budget, self._device_plans = budget, {}
         if fewer_tokens:
-            self._trees = self._grouped()
+            self._groups = self._grouped()
         return None
 
     def sequences(self, prompt: int) -> list[list[int]]:
-        """The token ids that the scores of a prompt are of: its text with each of its answers."""
+        """The token ids that are scored for a prompt: its text with each of its answers."""
         return [ids + answer for row in np.flatnonzero(self._prompt_of_row == prompt) for ids, answer in [self._rows[row]]]
 
     def _by_prompt(self, correct: np.ndarray, log_likelihood: np.ndarray) -> Scores:
-        # The admitted answers of a prompt: right if one is, as likely as all together.
+        # Of a prompt's admitted answers, one must be correct, and their likelihoods are added.
         first_rows = np.searchsorted(self._prompt_of_row, np.arange(self.num_prompts))
         log_likelihood = np.where(np.isfinite(log_likelihood), log_likelihood, np.float32(np.nan))
         with np.errstate(invalid="ignore"):  # NaN stays NaN
-            together = np.logaddexp.reduceat(log_likelihood, first_rows, axis=1)
-        return Scores(np.logical_or.reduceat(correct, first_rows, axis=1) & np.isfinite(together), together)
+            total = np.logaddexp.reduceat(log_likelihood, first_rows, axis=1)
+        return Scores(np.logical_or.reduceat(correct, first_rows, axis=1) & np.isfinite(total), total)
 
 
 class OptionScorer:
-    """Scores populations on prompts that are decided by options (`prompt.options`, one of them in `prompt.answers`).
+    """Scores populations on prompts that are decided by options (`prompt.options`; `prompt.answers` has the gold one).
 
-    `correct`: the gold option is the likeliest (of equals the first). `log_likelihood`: of the gold one among the options.
-    Both as `Scores` has them where the logits of one of the options are not finite.
+    `correct`: the gold option is the likeliest (of equal ones, the first). `log_likelihood`: of the gold option, normalised
+    over the options. If a logit of an option is not finite, both are as in `Scores`.
     """
 
     has_likelihood = True
@@ -353,34 +368,34 @@ class OptionScorer:
         gains: Float[np.ndarray, "P ..."] | None = None,
         gains_granularity: Granularity = "layer",
     ) -> Scores:
-        """As `Scorer`'s."""
+        """See `Scorer.__call__`."""
         scores = self._scorer(factors, granularity, gains=gains, gains_granularity=gains_granularity)
-        return self._of_options(scores.log_likelihood, on_prompts)
+        return self._from_options(scores.log_likelihood, on_prompts)
 
     @property
     def longest(self) -> int:
         return self._scorer.longest
 
     def sequences(self, prompt: int) -> list[list[int]]:
-        """As `Scorer`'s, with each option as an answer."""
+        """See `Scorer.sequences`; each option is an answer."""
         options = range(*self._starts[prompt : prompt + 2])
         return [ids for option in options for ids in self._scorer.sequences(option)]
 
     def lengthen(self, longest: int) -> None:
-        """As `Scorer`'s."""
+        """See `Scorer.lengthen`."""
         self._scorer.lengthen(longest)
 
-    def of_method(self, method: Method, on_prompts: Callable[[int], None] = lambda count: None) -> Scores:
-        """As `Scorer`'s."""
-        return self._of_options(self._scorer.of_method(method).log_likelihood, on_prompts)
+    def method_scores(self, method: Method, on_prompts: Callable[[int], None] = lambda count: None) -> Scores:
+        """See `Scorer.method_scores`."""
+        return self._from_options(self._scorer.method_scores(method).log_likelihood, on_prompts)
 
-    def _of_options(self, of_option: Float[np.ndarray, "P rows"], on_prompts: Callable[[int], None]) -> Scores:
-        correct = np.empty((len(of_option), self.num_prompts), bool)
+    def _from_options(self, options: Float[np.ndarray, "P rows"], on_prompts: Callable[[int], None]) -> Scores:
+        correct = np.empty((len(options), self.num_prompts), bool)
         log_likelihood = np.empty(correct.shape, np.float32)
         for prompt, (start, end, gold) in enumerate(zip(self._starts[:-1], self._starts[1:], self._gold, strict=True)):
-            options = of_option[:, start:end]
+            own = options[:, start:end]
             with np.errstate(invalid="ignore"):  # NaN stays NaN
-                log_likelihood[:, prompt] = options[:, gold] - np.logaddexp.reduce(options, axis=1)
-            correct[:, prompt] = (options.argmax(axis=1) == gold) & np.isfinite(log_likelihood[:, prompt])
+                log_likelihood[:, prompt] = own[:, gold] - np.logaddexp.reduce(own, axis=1)
+            correct[:, prompt] = (own.argmax(axis=1) == gold) & np.isfinite(log_likelihood[:, prompt])
         on_prompts(correct.size)
         return Scores(correct, log_likelihood)

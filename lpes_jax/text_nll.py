@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from lpes_jax.finite import not_finite
 from lpes_jax.mesh import BY_POPULATION, EVERYWHERE, mesh_of, over_population, put
-from lpes_jax.models.llama.method import Method, of_table
+from lpes_jax.models.llama.method import Method, table_method
 from lpes_jax.models.llama.model import Llama, hidden_states, method_logits, over_tables
 
 
@@ -53,8 +53,16 @@ def token_divergence(
 ) -> Float[Array, "B T"]:
     """KL(p || q) of the distributions of each token, in nats, float32; 0 for a row's first, which nothing predicts.
 
-    q is `model` with `method`; p, the reference, is `own_model` with `own` and has no gradient. Memory and `remat` are as for
-    `token_nll`, with twice the logits. The model is on one device.
+    The models are on one device. The memory is that of `token_nll`, with twice the logits.
+
+    Args:
+        model: The model of q.
+        tokens: Token ids.
+        method: The RoPE tables or attention of q.
+        own_model: The model of the reference p, which has no gradient.
+        own: The RoPE tables or attention of p.
+        chunk: See `token_nll`.
+        remat: See `token_nll`.
     """
     hidden = _hidden(model, tokens, method, remat)
     reference = jax.lax.stop_gradient(_hidden(own_model, tokens, own, remat=False))
@@ -69,7 +77,7 @@ def token_divergence(
 
 def check_text(model: Llama, windows: Int[Array, "W T"] | Int[np.ndarray, "W T"]) -> None:
     """Raise UserError if the plain model's logits are not finite on some window. Call it after a failure on the text."""
-    method = of_table(model.config.rope_table(windows.shape[1]))
+    method = table_method(model.config.rope_table(windows.shape[1]))
     for window in np.asarray(windows):
         if not np.isfinite(np.asarray(token_nll(model, jnp.asarray(window[None], jnp.int32), method))).all():
             raise not_finite(model, [window.tolist()])
@@ -97,7 +105,7 @@ def _token_nll(
 
 
 def _hidden(model: Llama, tokens: Int[Array, "B T"], method: Method, remat: bool) -> Float[Array, "n B _S E"]:
-    """What predicts each token but the first, of each of the method's tables."""
+    """The hidden states that predict each token except the first, for each of the method's tables."""
     run = partial(hidden_states, model, tokens, remat=remat, replacement=method.replacement)
     return over_tables(run, method.tables)[:, :, :-1]
 
@@ -105,7 +113,7 @@ def _hidden(model: Llama, tokens: Int[Array, "B T"], method: Method, remat: bool
 def _by_chunks(
     values: Callable[..., Float[Array, "B C"]], chunk: int, *parts: Shaped[Array, "_n B _S *_any"], remat: bool
 ) -> Float[Array, "B T"]:
-    """`values` of `chunk` positions of all parts after another, behind a 0 for the first token."""
+    """`values` of all parts, `chunk` positions at a time, after a 0 for the first token."""
     batch, length = parts[0].shape[1:3]
     chunk = min(chunk, length)
 

@@ -41,7 +41,7 @@ def test_facts_are_those_of_the_files(folder):
     (folder / "config.json").write_text(json.dumps(config))
     assert facts["RoPE"].startswith("yarn, theta 500,000, factor 4.0, original_max_position_embeddings 512")
     assert facts["context"] == "4,096 tokens, sliding window: none"
-    assert facts["KV cache"] == f"{2 * 10 * 3 * 32 * 2:,} bytes a token"
+    assert facts["KV cache"] == f"{2 * 10 * 3 * 32 * 2:,} bytes per token"
     assert "bfloat16" in facts["runs on"] and facts["weights"].startswith("4,114,368: float32 16 MiB, float16 8 MiB")
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from lpes_jax.errors import UserError
-from lpes_jax.evaluation import ALONE, BASELINE, Candidate, Outcome, evaluate, slots_of
+from lpes_jax.evaluation import BASELINE, SINGLE, Candidate, Outcome, evaluate, slots_of
 from lpes_jax.factors import LayerFactors
 from lpes_jax.models.llama import Llama
 from lpes_jax.report.tables import differences
@@ -101,7 +101,7 @@ def test_verdicts_are_looked_at_alone_in_16_bits_only(tiny_model: Llama, model_f
         model = jax.tree.map(lambda leaf, dtype=dtype: leaf.astype(dtype), tiny_model)
         [baseline] = evaluate(model, tokenizer, TASK, examples, PLACES, [Candidate(BASELINE)])
         assert ("verdicts_changed_alone" in baseline.counts) == counted
-        assert 0 <= baseline.counts.get("verdicts_changed_alone", 0) <= min(ALONE, 4)
+        assert 0 <= baseline.counts.get("verdicts_changed_alone", 0) <= min(SINGLE, 4)
 
 
 def test_what_was_measured_is_not_measured_again(tiny_model: Llama, model_folder: Path):

@@ -20,7 +20,7 @@ from lpes_jax.methods.ms_poe import ms_poe
 from lpes_jax.methods.self_extend import self_extend
 from lpes_jax.methods.tables import lpes
 from lpes_jax.models.llama.checkpoint import load_llama, open_checkpoint
-from lpes_jax.models.llama.method import Method, of_table
+from lpes_jax.models.llama.method import Method, table_method
 from lpes_jax.models.llama.model import hidden_states, layer_rows, output_logits
 from lpes_jax.rope import GRANULARITIES, RopeTable, apply_gains, cos_sin, expand, rotate
 from lpes_jax.scoring import Scorer
@@ -340,4 +340,4 @@ def test_an_evaluation_tells_gains_apart(tiny_model, model_folder):
     np.testing.assert_array_equal(as_it_is, with_ones)
     assert np.abs(with_gains - as_it_is).max() > 1e-2 and found[2].outputs != found[0].outputs
     assert gains.key != lj.LayerFactors(np.ones(3)).key == ones.key
-    assert of_table(tiny_model.config.rope_table(3, gains)).tables.gains.shape == (1, 3, 1, 4)
+    assert table_method(tiny_model.config.rope_table(3, gains)).tables.gains.shape == (1, 3, 1, 4)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lpes_jax.memory import PassMemory
 from lpes_jax.plan import Budget, Plan, group_rows, make_plan, smaller
-from lpes_jax.prefixes import Costs, Row, of_one_prompt, round_up, tree_of
+from lpes_jax.prefixes import Costs, Row, groups_by_prompt, make_group, round_up
 
 COSTS = Costs(50.0, 1.0, 2.0)
 MEMORY = PassMemory(token=10, read=100, fixed=1000)
@@ -45,13 +45,13 @@ def test_every_row_has_one_score_and_fits_into_its_pass(rows, tokens, shards, ta
     assert sorted(np.concatenate([one_pass.rows for one_pass in plan.passes]).tolist()) == list(range(len(rows)))
     for one_pass in plan.passes:
         width = one_pass.shape.prefix + one_pass.shape.branches
-        assert one_pass.tokens == len(one_pass.trees) * width and len(one_pass.trees) % shards == 0
-        assert len(one_pass.trees) == shards or one_pass.tokens <= shards * (tokens // tables)
-        assert len(one_pass.trees) <= shards * (batch_size or len(one_pass.trees))
+        assert one_pass.tokens == len(one_pass.groups) * width and len(one_pass.groups) % shards == 0
+        assert len(one_pass.groups) == shards or one_pass.tokens <= shards * (tokens // tables)
+        assert len(one_pass.groups) <= shards * (batch_size or len(one_pass.groups))
         for row, score in zip(one_pass.rows, one_pass.score_of_row, strict=True):
             tree, number = divmod(score, one_pass.shape.rows)
-            assert one_pass.trees[tree].rows[number] == row
-        for tree in one_pass.trees:  # padded to the shape, and never cut
+            assert one_pass.groups[tree].rows[number] == row
+        for tree in one_pass.groups:  # padded to the shape, and never cut
             assert max(0, one_pass.shape.prefix - tree.prefix) + len(tree.tokens) <= width
             assert len(tree.rows) <= one_pass.shape.rows and (not tree.rows or len(tree.read) <= one_pass.shape.read)
     assert plan.tokens == max(one_pass.tokens for one_pass in plan.passes) // shards
@@ -63,14 +63,14 @@ def test_the_cost_is_that_of_the_passes_and_of_their_shapes(rows, tokens, shards
     budget = budget_of(tokens)
     trees = group_rows(rows, budget, COSTS, shape_cost=shape_cost, tables=tables)
     plan = make_plan(trees, budget, COSTS, shards=shards, tables=tables, shape_cost=shape_cost)
-    written = sum(float(COSTS.tree(tree.prefix, len(tree.tokens) - tree.prefix)) for tree in trees) / COSTS.token
+    written = sum(float(COSTS.group(tree.prefix, len(tree.tokens) - tree.prefix)) for tree in trees) / COSTS.token
     cost_per_shape = max(0.01 * written, shape_cost * shards // tables) if shape_cost * shards // tables else 0.03 * written
     shapes = {one_pass.shape for one_pass in plan.passes}
     np.testing.assert_allclose(
         plan.cost, sum(one_pass.cost(COSTS) for one_pass in plan.passes) + len(shapes) * cost_per_shape, rtol=1e-9
     )
     if tables == shards == 1:  # prompts share what makes it cheaper
-        unshared = [tree_of(rows, answers) for answers in of_one_prompt(rows)]
+        unshared = [make_group(rows, answers) for answers in groups_by_prompt(rows)]
         assert plan.cost <= make_plan(unshared, budget, COSTS, shape_cost=shape_cost).cost
 
 
@@ -97,7 +97,7 @@ def test_passes_that_run_out_of_memory_get_smaller_down_to_one_prompt(rows, toke
 @given(st.integers(1, 5000), st.integers(1, 100), st.integers(0, 10**6), st.integers(1, 10**5))
 def test_individuals_of_a_pass_are_as_many_as_tokens_and_memory_allow(tokens, read, memory, at_once):
     budget = replace(budget_of(1), tokens_at_once=at_once, memory=memory)
-    found = budget.individuals_of(tokens, read)
+    found = budget.individuals_for(tokens, read)
     one = 10 * tokens + 100 * read + 1000
 
     def fits(individuals: int) -> bool:
@@ -105,12 +105,12 @@ def test_individuals_of_a_pass_are_as_many_as_tokens_and_memory_allow(tokens, re
 
     assert found == 1 or fits(found)
     assert not fits(found + 1)
-    assert replace(budget, individuals=7).individuals_of(tokens, read) == 7
+    assert replace(budget, individuals=7).individuals_for(tokens, read) == 7
 
 
 def test_half_the_memory_halves_the_individuals():
     rows: list[Row] = [([1, 2, 3] * 20, [4, 5]), ([3, 2, 1] * 20, [4])]
-    trees = [tree_of(rows, [0]), tree_of(rows, [1])]
+    trees = [make_group(rows, [0]), make_group(rows, [1])]
     tokens, read = 2 * round_up(61), 2 * 2
     plenty = budget_of(10**6, memory=8 * MEMORY.bytes(tokens, read))
     [largest] = make_plan(trees, plenty, COSTS).passes
@@ -118,4 +118,4 @@ def test_half_the_memory_halves_the_individuals():
     plans = [make_plan(trees, replace(plenty, memory=plenty.memory // part), COSTS) for part in (1, 2, 8, 100)]
     assert [plan.individuals for plan in plans] == [8, 4, 1, 1]
     assert len({plan.cost for plan in plans}) == 1 and plans[0].cost == pytest.approx(largest.cost(COSTS) + 0.03 * sum(
-        COSTS.tree(len(tree.tokens), 0) for tree in trees) / COSTS.token)  # fmt: skip
+        COSTS.group(len(tree.tokens), 0) for tree in trees) / COSTS.token)  # fmt: skip

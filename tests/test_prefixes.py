@@ -15,8 +15,19 @@ from lpes_jax.errors import UserError
 from lpes_jax.generation import generate_ids
 from lpes_jax.methods.attention_buckets import attention_buckets
 from lpes_jax.models.llama import model as llama_model
-from lpes_jax.models.llama.method import TableMethod, of_table
-from lpes_jax.prefixes import Costs, Row, Shape, Tree, batches, groups, of_one_prompt, pack_rows, pack_trees, tree_of
+from lpes_jax.models.llama.method import TableMethod, table_method
+from lpes_jax.prefixes import (
+    Costs,
+    Group,
+    Row,
+    Shape,
+    batches,
+    cheapest_groups,
+    groups_by_prompt,
+    make_group,
+    pack_groups,
+    pack_rows,
+)
 from lpes_jax.rope import RopeParameters, RopeTable
 from lpes_jax.scores import batch_scores
 from lpes_jax.scoring import Scorer
@@ -35,7 +46,7 @@ def families(draw) -> list[Row]:
 @given(families())
 @settings(max_examples=60, deadline=None)
 def test_what_an_answer_token_sees_is_its_row(rows):
-    tree = tree_of(rows, list(range(len(rows))))
+    tree = make_group(rows, list(range(len(rows))))
     for row, answer_reads in zip(tree.rows, tree.read_index, strict=True):
         prompt, answer = rows[row]
         for number, index in enumerate(tree.read[answer_reads]):
@@ -52,12 +63,12 @@ LARGEST: list[Row] = [([7] * 31 + [row] * 25, [8] * 6) for row in range(4)]  # i
 @pytest.fixture(scope="module")
 def both_ways(tiny_model):
     """Scores of four rows as a tree (in a batch with the largest tree), and as separate rows; each compiled once."""
-    method, score = of_table(tiny_model.config.rope_table(64)), jax.jit(lambda *inputs: batch_scores(*inputs))
+    method, score = table_method(tiny_model.config.rope_table(64)), jax.jit(lambda *inputs: batch_scores(*inputs))
 
     def run(rows: list[Row]):
         filled = LARGEST + rows + [rows[0]] * (4 - len(rows))
-        largest, tree = tree_of(filled, [0, 1, 2, 3]), tree_of(filled, [4, 5, 6, 7])
-        together = score(tiny_model, pack_trees([largest, tree], filled), method)
+        largest, tree = make_group(filled, [0, 1, 2, 3]), make_group(filled, [4, 5, 6, 7])
+        together = score(tiny_model, pack_groups([largest, tree], filled), method)
         separate = score(tiny_model, pack_rows([filled[row] for row in tree.rows] + LARGEST[:1], 6), method)
         return [np.asarray(values)[4:] for values in together], [np.asarray(values)[:4] for values in separate]
 
@@ -71,13 +82,13 @@ BEFORE = list(range(50, 90))  # what all roots begin with, and more than is left
 @pytest.fixture(scope="module")
 def both_ways_cut(tiny_model):
     """Scores of four rows that begin with `BEFORE`: as a tree cut to a root of 32 tokens, and as rows. Each compiles once."""
-    method, score = of_table(tiny_model.config.rope_table(192)), jax.jit(lambda *inputs: batch_scores(*inputs))
+    method, score = table_method(tiny_model.config.rope_table(192)), jax.jit(lambda *inputs: batch_scores(*inputs))
 
     def run(rows: list[Row]):
         filled = rows + [rows[0]] * (4 - len(rows))
-        tree = tree_of(filled, [0, 1, 2, 3])
+        tree = make_group(filled, [0, 1, 2, 3])
         assert tree.prefix > 32
-        packed = pack_trees([tree], filled, 6, Shape(32, 160, 24, 4))
+        packed = pack_groups([tree], filled, 6, Shape(32, 160, 24, 4))
         separate = pack_rows([filled[row] for row in tree.rows], 6, longest=96)
         return [[np.asarray(values) for values in score(tiny_model, batch, method)] for batch in (packed, separate)]
 
@@ -112,7 +123,7 @@ def test_groups_are_cut_where_sharing_pays(tiny_config):
     costs = Costs.of(tiny_config, "cpu")
 
     def found(prompts, most_tokens=10**6) -> list[list[int]]:
-        return sorted(sorted(group) for group in groups(rows_of(prompts), costs, most_tokens))
+        return sorted(sorted(group) for group in cheapest_groups(rows_of(prompts), costs, most_tokens))
 
     prompts = haystacks(5)
     assert found(prompts) == [[*range(start, start + 5)] for start in (0, 5, 10)]
@@ -120,9 +131,9 @@ def test_groups_are_cut_where_sharing_pays(tiny_config):
     assert found(mixed) == [[0, 4], [1, 3], [2, 5]]  # whatever their order
     assert found(haystacks(1)) == [[0], [1], [2]]  # a header alone is not worth it
     assert found(prompts, most_tokens=90) == [[index] for index in range(15)]
-    small = groups(rows_of(prompts), costs, 128)
+    small = cheapest_groups(rows_of(prompts), costs, 128)
     assert sorted(index for group in small for index in group) == [*range(15)] and max(map(len, small)) > 1
-    assert all(sum(tree_of(rows_of(prompts), group).shape) <= 128 for group in small)
+    assert all(sum(make_group(rows_of(prompts), group).shape) <= 128 for group in small)
     twice = [EncodedPrompt(prompt.ids, prompt.answers * 2) for prompt in haystacks(1)]
     assert found(twice) == [[0, 1], [2, 3], [4, 5]]
 
@@ -163,7 +174,7 @@ def test_a_method_of_several_tables_shares_as_well(tiny_model):
     prompts, own = haystacks(4), tiny_model.config.rope_table(80)
     tables = RopeTable(own.inv_freq / jnp.array([1.0, 1.5])[:, None, None, None], jnp.ones(2))
     method = TableMethod(tables, merge=mean)
-    one, other = (Scorer(tiny_model, prompts, share_prefixes=share).of_method(method) for share in (True, False))
+    one, other = (Scorer(tiny_model, prompts, share_prefixes=share).method_scores(method) for share in (True, False))
     np.testing.assert_array_equal(one.correct, other.correct)
     np.testing.assert_allclose(one.log_likelihood, other.log_likelihood, atol=1e-4, rtol=1e-5)
 
@@ -174,13 +185,13 @@ def mean(logits: jax.Array) -> jax.Array:
 
 def test_gradients_of_a_tree_are_those_of_its_rows(tiny_model):
     rows, table = rows_of(haystacks(3, length=40, count=2)), tiny_model.config.rope_table(64)
-    trees = [tree_of(rows, [0, 1, 2]), tree_of(rows, [3, 4])]  # the second has padding of every kind
-    packed = pack_trees(trees, rows)
+    trees = [make_group(rows, [0, 1, 2]), make_group(rows, [3, 4])]  # the second has padding of every kind
+    packed = pack_groups(trees, rows)
     kept = jnp.array([True] * 5 + [False])
 
     def loss(batch, factors, remat: bool):
         scaled = RopeTable(table.inv_freq / factors, table.attention_scaling)
-        log_likelihood = batch_scores(tiny_model, batch, of_table(scaled), remat=remat)[1]
+        log_likelihood = batch_scores(tiny_model, batch, table_method(scaled), remat=remat)[1]
         return jnp.where(kept[: len(log_likelihood)], log_likelihood, 0).sum()
 
     factors = jnp.array([1.0, 1.2, 1.5])[:, None, None] * jnp.ones((3, 1, 4))
@@ -199,7 +210,7 @@ def test_a_pass_that_runs_out_of_memory_is_done_again_in_smaller_ones(tiny_model
     run, passes, room = scoring._sharded_scores, [], 100
 
     def in_little_memory(model, batch, factors, *more):
-        passes.append(len(factors) * batch.trees.tokens.size)
+        passes.append(len(factors) * batch.groups.tokens.size)
         if passes[-1] > room:
             return (jnp.zeros(2**44),) * 2  # XLA's own error
         return run(model, batch, factors, *more)
@@ -225,25 +236,25 @@ def test_a_method_of_several_tables_gets_passes_as_small_as_it_needs(tiny_model,
     prompts, method = haystacks(2), attention_buckets((10_000.0, 20_000.0, 30_000.0), False)
     scorer = Scorer(tiny_model, prompts)
     method = method(tiny_model.config, scorer.longest)
-    wanted, run, passes, room = scorer.of_method(method), scoring._method_scores, [], 400
+    wanted, run, passes, room = scorer.method_scores(method), scoring._method_scores, [], 400
 
     def in_little_memory(model, batch, method, mesh):
-        passes.append(3 * batch.trees.tokens.size)
+        passes.append(3 * batch.groups.tokens.size)
         return (jnp.zeros(2**44),) * 2 if passes[-1] > room else run(model, batch, method, mesh)
 
     monkeypatch.setattr(scoring, "_method_scores", in_little_memory)
-    scores = scorer.of_method(method)
-    failed = [row for row, tokens in enumerate(passes) if tokens > room]
+    scores = scorer.method_scores(method)
+    failed = [number for number, tokens in enumerate(passes) if tokens > room]
     assert 1 <= len(failed) < 4 and len(passes) > failed[-1] + 1  # then smaller ones, to the end
     np.testing.assert_array_equal(scores.correct, wanted.correct)
     np.testing.assert_allclose(scores.log_likelihood, wanted.log_likelihood, atol=1e-4, rtol=1e-5)
     room = 8
     with pytest.raises(UserError, match=r"does not hold one prompt of \d+ tokens"):
-        scorer.of_method(method)
+        scorer.method_scores(method)
     monkeypatch.setattr(scoring, "tokens_worth_it", lambda model, length: 3 * 128)
     monkeypatch.setattr(scoring, "_method_scores", in_little_memory)
     room, passes[:] = 3 * 128, []
-    Scorer(tiny_model, prompts).of_method(method)
+    Scorer(tiny_model, prompts).method_scores(method)
     assert max(passes) <= room  # planned so, not found out
 
 
@@ -288,7 +299,7 @@ def test_generation_that_runs_out_of_memory_goes_on_with_fewer_prompts(tiny_mode
 
 def test_the_model_of_memory_is_near_what_the_compiler_takes(tiny_model):
     rows = [([7] * 500, [8] * 8)] * 4
-    leaves, structure = jax.tree.flatten((tiny_model, pack_rows(rows), of_table(tiny_model.config.rope_table(512))))
+    leaves, structure = jax.tree.flatten((tiny_model, pack_rows(rows), table_method(tiny_model.config.rope_table(512))))
     scores = jax.jit(lambda *leaves: batch_scores(*jax.tree.unflatten(structure, leaves)))
     taken = scores.lower(*leaves).compile().memory_analysis().temp_size_in_bytes
     assert 0.5 < memory.pass_memory(tiny_model).bytes(4 * 512, 4 * 8) / taken < 4
@@ -304,7 +315,7 @@ def test_the_model_of_memory_is_near_what_the_compiler_takes(tiny_model):
 )
 def test_batches_contain_every_tree_once_within_the_room_and_pad_less_than_one_shape_for_all(shapes, room, shards, most):
     trees = [
-        Tree([i], *(np.zeros(prefix + branches, int),) * 3, prefix, np.zeros(1, int), [np.zeros(1, int)])
+        Group([i], *(np.zeros(prefix + branches, int),) * 3, prefix, np.zeros(1, int), [np.zeros(1, int)])
         for i, (prefix, branches) in enumerate(shapes)
     ]
     costs = Costs(50.0, 1.0, 2.0)
@@ -318,13 +329,13 @@ def test_batches_contain_every_tree_once_within_the_room_and_pad_less_than_one_s
             assert all(max(0, shape.prefix - tree.prefix) + len(tree.tokens) <= width for tree in batch)
         assert all(any(tree.rows for tree in batch) for batch in cut)
     # It costs what it says, and no more than one shape for all.
-    own = sum(costs.tree(tree.prefix, len(tree.tokens) - tree.prefix) for tree in trees) / costs.token
-    read = sum(len(batch) * costs.tree(shape.prefix, shape.branches) for shape, cut in found for batch in cut) / costs.token
+    own = sum(costs.group(tree.prefix, len(tree.tokens) - tree.prefix) for tree in trees) / costs.token
+    read = sum(len(batch) * costs.group(shape.prefix, shape.branches) for shape, cut in found for batch in cut) / costs.token
     np.testing.assert_allclose(cost, read + 0.03 * own * len(found))
     if shards == 1 and most is None:
         roots, branches = np.array([tree.shape for tree in trees]).max(axis=0)
         size = -(-len(trees) // -(-len(trees) // max(1, room // (roots + branches))))
-        assert cost <= -(-len(trees) // size) * size * costs.tree(roots, branches) / costs.token + 0.03 * own + 1e-6
+        assert cost <= -(-len(trees) // size) * size * costs.group(roots, branches) / costs.token + 0.03 * own + 1e-6
 
 
 def test_roots_are_cut_where_padding_them_costs_more():
@@ -332,7 +343,7 @@ def test_roots_are_cut_where_padding_them_costs_more():
         (list(range(1000, 1000 + length)) + [index], [9, index, 7]) for index, length in enumerate((700, 860, 1010))
     ]
     rows += [(ids, [9, 8]) for ids, _ in rows]
-    trees = [tree_of(rows, own_rows) for own_rows in of_one_prompt(rows)]
+    trees = [make_group(rows, own_rows) for own_rows in groups_by_prompt(rows)]
     assert sorted(row for tree in trees for row in tree.rows) == list(range(6))
     costs = Costs(1e5, 1.0, 2.0)
     _, [(shape, [batch])] = batches(trees, 2**14, costs, shape_cost=2**14)  # one program
@@ -362,4 +373,4 @@ def test_a_tree_that_just_fits_is_made(tiny_config):
     root = list(range(32))
     rows: list[Row] = [([*root, *range(100 + n, 115 + n)], [7]) for n in (0, 50)]
     costs = Costs.of(tiny_config, "cpu")
-    assert groups(rows, costs, 64) == [[0, 1]] and groups(rows, costs, 63) == [[0], [1]]
+    assert cheapest_groups(rows, costs, 64) == [[0, 1]] and cheapest_groups(rows, costs, 63) == [[0], [1]]

@@ -18,7 +18,7 @@ from lpes_jax.factors import LayerFactors
 from lpes_jax.json_files import is_number
 from lpes_jax.methods import Choice, Tuning, attention_buckets, hidden_channel, moice, ms_poe, self_extend, tables
 from lpes_jax.models.llama import Loaded, load
-from lpes_jax.models.llama.method import Method, of_table
+from lpes_jax.models.llama.method import Method, table_method
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.prefixes import Batch, pack_rows
 from lpes_jax.report.html import write_page
@@ -104,7 +104,7 @@ def _compared(
     started: float,
 ) -> tuple[dict[str, Any], list[Grid | str]]:
     """The content of `results.json`, after all files are written, and the text to print."""
-    places = slots_of(task, settings.questions.positions if task.num_items > 1 else (0,))
+    slots = slots_of(task, settings.questions.positions if task.num_items > 1 else (0,))
     config, refused = loaded.model.config, {}
     measured = partial(
         evaluate,
@@ -112,7 +112,7 @@ def _compared(
         loaded.tokenizer,
         task,
         held_out,
-        places,
+        slots,
         metrics=settings.questions.metrics or default_metrics(task)[:1],
         max_new_tokens=settings.questions.max_new_tokens,
         stop_ids=loaded.stop_ids,
@@ -137,26 +137,26 @@ def _compared(
     tunings, measurements = kept.records["tuned"], kept.records["measured"]
     if BASELINE not in measurements:  # before any tuning, so that errors in questions or metrics appear at once
         measured([Candidate(BASELINE)])
-    with SearchProgress(len(choices) * len(held_out) * len(places)) as progress:
-        scorer = _scorer(settings, loaded, task, searched, places)
+    with SearchProgress(len(choices) * len(held_out) * len(slots)) as progress:
+        scorer = _scorer(settings, loaded, task, searched, slots)
         tuned: dict[str, tuple[Choice, list[dict[str, Any]]]] = {}
-        for name, of_method in choices.items():
-            settings_of = {choice.setting: choice for one in of_method for choice in (one, *one.then)}
-            if tunings.get(name, {}).get("setting") not in settings_of:  # or other channels were found
+        for name, method_choices in choices.items():
+            by_setting = {choice.setting: choice for first in method_choices for choice in (first, *first.then)}
+            if tunings.get(name, {}).get("setting") not in by_setting:  # or other channels were found
                 progress.note(f"tuning {name}")
-                choice, tried = _tune(scorer, of_method, config)
+                choice, tried = _tune(scorer, method_choices, config)
                 if name != BASELINE:
                     kept.forget("measured", name)
                 kept.keep("tuned", name, {"setting": choice.setting, "tried": tried})
-            tuned[name] = settings_of[tunings[name]["setting"]], tunings[name]["tried"]
+            tuned[name] = by_setting[tunings[name]["setting"]], tunings[name]["tried"]
         candidates = [Candidate(name, method=chosen.maker) for name, (chosen, _) in tuned.items()]
         progress.note("measuring on held-out questions")
-        earlier = {name: outcome_of(it) for name, it in measurements.items()}
+        earlier = {name: outcome_of(kept_record) for name, kept_record in measurements.items()}
         outcomes = measured(candidates, earlier=earlier, on_prompts=progress.prompts)
         progress.note("timing")
         costs = _costs(loaded, outcomes[0].prompts[:_TIMED_PROMPTS], candidates, settings.methods.repeats)
     used = _as_record(settings) | {"model_identity": loaded.identity, "factors_model": factors_model}
-    record = results_record(task, outcomes, places, used, started)
+    record = results_record(task, outcomes, slots, used, started)
     for name, figures in record["methods"].items():
         figures |= {
             "setting": tuned[name][0].setting,
@@ -164,7 +164,7 @@ def _compared(
             **costs[name],
         }
     record |= {"refused": refused, "resumed": settings.run.resume}
-    return record, _write(settings, loaded, title_of(settings.task, task), outcomes, places, record)
+    return record, _write(settings, loaded, title_of(settings.task, task), outcomes, slots, record)
 
 
 def _check_tuned(record: dict[str, Any]) -> None:
@@ -185,11 +185,11 @@ PARTS = {"tuned": _check_tuned, "measured": outcome_of}
 
 def _config(settings: CompareSettings, loaded: Loaded, found: LayerFactors | None) -> dict[str, Any]:
     """Everything that determines a comparison's results; files by their content."""
-    files = {name: it for name in ("data", "router", "text") if (it := settings.flat()[name]) is not None}
+    files = {name: path for name in ("data", "router", "text") if (path := settings.flat()[name]) is not None}
     contents = {name: content_sha256(path, f"--{name} ") for name, path in files.items()}
     if found is not None:
         contents["factors"] = found.sha256
-    asked = {name: it for name, it in _as_record(settings).items() if name not in ("output_path", "batch_size")}
+    asked = {name: value for name, value in _as_record(settings).items() if name not in ("output_path", "batch_size")}
     return {"model": loaded.identity, "settings": asked, "sha256": contents, "environment": environment()}
 
 
@@ -217,12 +217,13 @@ def _tuning(settings: CompareSettings, loaded: Loaded, found: LayerFactors | Non
 
 
 def _scorer(
-    settings: CompareSettings, loaded: Loaded, task: Any, examples: Sequence[Any], places: Sequence[tuple[int, int]]
+    settings: CompareSettings, loaded: Loaded, task: Any, examples: Sequence[Any], slots: Sequence[tuple[int, int]]
 ) -> LikelihoodScorer | None:
     """The scorer for tuning. None if the task has no short answers; then the first setting is used."""
     window = loaded.model.config.max_position_embeddings
     asked, _ = count_leaky(
-        [task.prompt(example, *place) for example in examples for place in places], settings.questions.drop_leaky
+        [task.prompt(example, slot, position) for example in examples for slot, position in slots],
+        settings.questions.drop_leaky,
     )
     prompts = fit(
         asked,
@@ -253,14 +254,14 @@ def _tune(scorer: LikelihoodScorer | None, choices: Sequence[Choice], config: An
 
     def measured(choice: Choice) -> tuple[float, float]:
         assert scorer is not None and choice.maker is not None
-        correct, log_likelihood = scorer.of_method(choice.maker(config, scorer.longest))
+        correct, log_likelihood = scorer.method_scores(choice.maker(config, scorer.longest))
         means = float(correct.mean()), float(log_likelihood.mean())
         finite = math.isfinite(means[1])
         tried.append({"setting": choice.setting, "accuracy": means[0], "log_likelihood": means[1] if finite else None})
         return means if finite else (-math.inf, -math.inf)  # last; if it is the best, the measurement reports the error
 
-    figures, best = max(((measured(choice), choice) for choice in choices), key=lambda it: it[0])
-    return max([(figures, best), *((measured(choice), choice) for choice in best.then)], key=lambda it: it[0])[1], tried
+    figures, best = max(((measured(choice), choice) for choice in choices), key=lambda pair: pair[0])
+    return max([(figures, best), *((measured(choice), choice) for choice in best.then)], key=lambda pair: pair[0])[1], tried
 
 
 def _costs(
@@ -273,11 +274,11 @@ def _costs(
         encoded = encode(asked, loaded.tokenizer, model.config.max_position_embeddings)
     else:  # long answers: only the prompt is timed
         ids = [loaded.tokenizer(prompt.text, add_special_tokens=True)["input_ids"] for prompt in asked]
-        encoded = [EncodedPrompt(of_prompt[:-1], [of_prompt[-1:]]) for of_prompt in ids]
+        encoded = [EncodedPrompt(prompt_ids[:-1], [prompt_ids[-1:]]) for prompt_ids in ids]
     batch = pack_rows([(prompt.ids, prompt.answers[0]) for prompt in encoded])
     programs = {}
     for candidate in candidates:
-        method = of_table(model.config.rope_table(batch.tokens.shape[1]))
+        method = table_method(model.config.rope_table(batch.tokens.shape[1]))
         if candidate.method is not None:
             method = candidate.method(model.config, batch.tokens.shape[1])
         programs[candidate.name] = method, *_compiled(model, batch, method)
@@ -316,19 +317,19 @@ def _write(
     loaded: Loaded,
     what: str,
     outcomes: Sequence[Any],
-    places: Sequence[tuple[int, int]],
+    slots: Sequence[tuple[int, int]],
     record: dict[str, Any],
 ) -> list[Grid | str]:
     """Write the folder and return the text to print."""
-    positions = [position for _, position in places]
+    positions = [position for _, position in slots]
     title = f"{loaded.identity['name']}, {what}, {len(outcomes[0].main)} held-out questions"
     curves = {outcome.candidate.name: (outcome.main.mean(axis=0).tolist(), len(outcome.main)) for outcome in outcomes}
-    header = ["method", "passes a token", "ms a prompt", "against baseline", "memory (MiB)", "setting"]
+    header = ["method", "passes per token", "ms per prompt", "against baseline", "memory (MiB)", "setting"]
     cells: list[list[str]] = []
-    for name, it in record["methods"].items():
-        memory = "-" if it["program_memory_bytes"] is None else f"{it['program_memory_bytes'] / 2**20:.0f}"
-        seconds = [f"{1000 * it['seconds_per_prompt']:.2f}", f"{it['seconds_against_baseline']:.2f}"]
-        cells.append([name, f"{it['passes_per_token']:g}", *seconds, memory, it["setting"] or "-"])
+    for name, figures in record["methods"].items():
+        memory = "-" if figures["program_memory_bytes"] is None else f"{figures['program_memory_bytes'] / 2**20:.0f}"
+        seconds = [f"{1000 * figures['seconds_per_prompt']:.2f}", f"{figures['seconds_against_baseline']:.2f}"]
+        cells.append([name, f"{figures['passes_per_token']:g}", *seconds, memory, figures["setting"] or "-"])
     left_out = [f"{name}: left out. {reason}" for name, reason in record["refused"].items()]
     table = (header, ["---", *["---:"] * 4, "---"], *cells)
     lines = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in table]
@@ -344,7 +345,7 @@ def _write(
     corrected = f"Holm's correction for all {len(outcomes) - 1} comparisons"
     return [
         position_table(table_rows, positions, title),
-        Grid("what it costs", header, cells),
+        Grid("costs", header, cells),
         *left_out,
         f"p is against the baseline, over questions; results.md has it after {corrected}, too. "
         f"results: {settings.run.output_path}",

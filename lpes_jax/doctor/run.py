@@ -23,7 +23,7 @@ from lpes_jax.models.llama.checkpoint import Checkpoint, open_checkpoint, save_l
 from lpes_jax.models.llama.generate import greedy
 from lpes_jax.models.llama.gguf import GgufFile
 from lpes_jax.models.llama.hard_texts import hard_texts
-from lpes_jax.models.llama.method import of_table
+from lpes_jax.models.llama.method import table_method
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.models.llama.tokenizer import added_by_settings, embedded_tokenizer, own_tokenizer
 from lpes_jax.models.zoo import resolve
@@ -108,7 +108,7 @@ def understood(checkpoint: Checkpoint, loaded: Loaded) -> Iterator[tuple[str, st
     memory = ", ".join(f"{name} {_mib(weights * size)}" for name, size in DTYPE_BYTES.items())
     yield "weights", f"{weights:,}: {memory}"
     per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * DTYPE_BYTES[loaded.identity["dtype"]]
-    yield "KV cache", f"{per_token:,} bytes a token"
+    yield "KV cache", f"{per_token:,} bytes per token"
     device, dtype = jax.devices()[0], loaded.identity["dtype"]
     attention = "cuDNN's fused attention" if runs_on_cudnn(config.head_dim, dtype) else "exact blocked softmax (XLA)"
     yield "runs on", f"{jax.device_count()} x {device.device_kind}, {dtype}, {attention}"
@@ -178,7 +178,7 @@ def _cached_is_full(model: Llama, tokens: list[int], dtype: str) -> Check:
     count = new_tokens(model.config.max_position_embeddings)
     table = model.config.rope_table(len(tokens) + count)
     prompt, length = jnp.array([tokens], jnp.int32), jnp.array([len(tokens)], jnp.int32)
-    new = np.asarray(greedy(model, prompt, length, of_table(table), jnp.array([], jnp.int32), count))[0]
+    new = np.asarray(greedy(model, prompt, length, table_method(table), jnp.array([], jnp.int32), count))[0]
     whole = np.asarray(logits(model, jnp.array([[*tokens, *new.tolist()]], jnp.int32)))[0]
     predicting = whole[len(tokens) - 1 : -1]
     gaps = predicting.max(axis=-1) - predicting[np.arange(count), new]
@@ -197,8 +197,8 @@ def _factor_1_changes_nothing(model: Llama, tokens: list[int]) -> Check:
 def _padded_is_single(model: Llama, tokens: list[int], dtype: str) -> Check:
     short = tokens[: len(tokens) // 2 + 1]
     padded = jnp.array([tokens, short + [0] * (len(tokens) - len(short))], jnp.int32)
-    together, alone = logits(model, padded)[1, : len(short)], logits(model, jnp.array([short], jnp.int32))[0]
-    return _agreement("a padded row equals the prompt alone", np.asarray(together), np.asarray(alone), dtype)
+    batched, single = logits(model, padded)[1, : len(short)], logits(model, jnp.array([short], jnp.int32))[0]
+    return _agreement("a padded row equals the single prompt", np.asarray(batched), np.asarray(single), dtype)
 
 
 def _tokens_fit(loaded: Loaded) -> Check:
@@ -265,7 +265,7 @@ def _transformers_agrees(loaded: Loaded, tokens: list[int], settings: DoctorSett
         ours = np.asarray(logits(ours_model, jnp.array([tokens], jnp.int32)))[0]
         table = ours_model.config.rope_table(len(tokens) + count)
         prompt, length = jnp.array([tokens], jnp.int32), jnp.array([len(tokens)], jnp.int32)
-        new = np.asarray(greedy(ours_model, prompt, length, of_table(table), jnp.array([], jnp.int32), count))[0].tolist()
+        new = np.asarray(greedy(ours_model, prompt, length, table_method(table), jnp.array([], jnp.int32), count))[0].tolist()
     yield _agreement("logits equal transformers' (float32)", ours, wanted, "float32")
     yield Check(
         "greedy ids equal transformers'", new == ids, f"{sum(a == b for a, b in zip(new, ids, strict=True))} of {count}"

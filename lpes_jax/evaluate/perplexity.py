@@ -14,7 +14,7 @@ from lpes_jax.factors import LayerFactors
 from lpes_jax.finite import not_finite
 from lpes_jax.mesh import mesh_of
 from lpes_jax.models.llama import Loaded
-from lpes_jax.models.llama.method import of_table
+from lpes_jax.models.llama.method import table_method
 from lpes_jax.models.llama.model import Llama, check_ids
 from lpes_jax.store.provenance import environment
 from lpes_jax.tasks.perplexity import Perplexity, Window, mean_nll, perplexity, perplexity_by_position
@@ -30,10 +30,21 @@ def measure_perplexity(
     limit: int | None,
     batch_size: int | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
-    """The task's `results.json`, on at most `limit` windows, and a line for each candidate.
+    """Measure the perplexity of each candidate. Windows may be longer than the model's, to measure extrapolation.
 
-    Windows may be longer than the model's, to measure extrapolation. Raises UserError if the text is too short, if the model
-    does not have an id, or if logits are not finite.
+    Args:
+        task: The task.
+        loaded: The model and its tokenizer.
+        candidates: What is measured.
+        split: The part of the text.
+        limit: The most windows; None means all.
+        batch_size: Windows per pass and device; None means 1.
+
+    Returns:
+        The contents of `results.json`, and a line of text for each candidate.
+
+    Raises:
+        UserError: The text is too short, the model does not have an id, or logits are not finite.
     """
     everything = task.windows(loaded.tokenizer, split)
     windows = everything[:limit]
@@ -77,10 +88,10 @@ def text_nlls(
         raise UserError(f"batch_size must be at least 1, got {batch_size}")
     check_ids(model, [window.ids for window in windows])
     mesh = mesh_of(model)
-    places = 1 if mesh is None else mesh.shape["population"]
-    batch_size = min(batch_size, -(-len(windows) // places)) * places
+    shards = 1 if mesh is None else mesh.shape["population"]
+    batch_size = min(batch_size, -(-len(windows) // shards)) * shards
     longest = max(len(window.ids) for window in windows)
-    method = of_table(model.config.rope_table(longest, candidate.factors))
+    method = table_method(model.config.rope_table(longest, candidate.factors))
     if candidate.method is not None:
         method = candidate.method(model.config, longest)
     nlls: list[np.ndarray] = []
@@ -88,7 +99,7 @@ def text_nlls(
         ids = [window.ids for window in windows[start : start + batch_size]]
         rows = ids + [ids[0]] * (batch_size - len(ids))  # pads the last batch, so that there is one compilation
         values = np.asarray(token_nll(model, jnp.array(rows, jnp.int32), method))[: len(ids)]
-        if bad := [of_row for of_row, nll in zip(ids, values, strict=True) if not np.isfinite(nll).all()]:
+        if bad := [row_ids for row_ids, nll in zip(ids, values, strict=True) if not np.isfinite(nll).all()]:
             used, method = candidate.factors or LayerFactors.uniform(1.0, model.config.num_layers), candidate.method is not None
             raise not_finite(model, bad, used, name=candidate.name, method=method)
         nlls += list(values)

@@ -67,11 +67,11 @@ def run_evaluation(settings: EvaluateSettings) -> list[Outcome]:
     chat = make_chat(loaded.tokenizer, **settings.prompt.flat())
     if questions.lengths:
         return _by_length(settings, task, loaded, chat, candidates, started, factors_model)
-    places, outcomes = _measure(settings, task, examples, loaded, chat, candidates)
+    slots, outcomes = _measure(settings, task, examples, loaded, chat, candidates)
     if hosts.is_first():
         config = _record(settings, loaded, chat, factors_model)
-        results = results_record(task, outcomes, places, config, started)
-        _write(settings, task, outcomes, places, results, loaded.identity["name"])
+        results = results_record(task, outcomes, slots, config, started)
+        _write(settings, task, outcomes, slots, results, loaded.identity["name"])
     return outcomes
 
 
@@ -98,16 +98,16 @@ def _measure(
     if chat is not None:
         task = ChatTask(task, chat.render)
     questions = settings.questions
-    places = evaluation.slots_of(task, questions.positions if task.num_items > 1 else (0,), questions.slots)
+    slots = evaluation.slots_of(task, questions.positions if task.num_items > 1 else (0,), questions.slots)
     measured = [candidate for candidate in candidates if not candidate.plain or task.plain is not None]
-    with SearchProgress(len(measured) * len(examples) * len(places)) as progress:
+    with SearchProgress(len(measured) * len(examples) * len(slots)) as progress:
         progress.note(f"measuring {loaded.identity['name']}")
         outcomes = evaluation.evaluate(
             loaded.model,
             loaded.tokenizer,
             task,
             examples,
-            places,
+            slots,
             measured,
             metrics=questions.metrics or evaluation.default_metrics(task),
             max_new_tokens=questions.max_new_tokens,
@@ -118,7 +118,7 @@ def _measure(
             batch_size=settings.devices.batch_size,
             on_prompts=progress.prompts,
         )
-    return places, outcomes
+    return slots, outcomes
 
 
 def _by_length(
@@ -132,20 +132,20 @@ def _by_length(
 ) -> list[Outcome]:
     """The task at each length: a heat map of depth and length for each candidate, and its effective length."""
     by_length: dict[int, list[Outcome]] = {}
-    places: list[tuple[int, int]] = []
+    slots: list[tuple[int, int]] = []
     for length in sorted(settings.questions.lengths):
-        version = task.of_length(length, loaded.tokenizer)
+        version = task.with_length(length, loaded.tokenizer)
         examples = version.examples(settings.questions.split, settings.questions.limit, settings.run.seed)
-        places, by_length[length] = _measure(settings, version, examples, loaded, chat, candidates)
+        slots, by_length[length] = _measure(settings, version, examples, loaded, chat, candidates)
     last = by_length[max(by_length)]
     everything = [outcome for outcomes in by_length.values() for outcome in outcomes]
     if not hosts.is_first():
         return everything
     config = _record(settings, loaded, chat, factors_model)
-    record = results_record(task, last, places, config, started)
-    record["by_length"] = {length: figures_of(outcomes, places) for length, outcomes in by_length.items()}
+    record = results_record(task, last, slots, config, started)
+    record["by_length"] = {length: figures_of(outcomes, slots) for length, outcomes in by_length.items()}
     record["effective_length"] = {}
-    positions = [position for _, position in places]
+    positions = [position for _, position in slots]
     with output.staged(settings.run.output_path) as folder:
         lines = _write_by_length(settings, folder, task, loaded, by_length, positions, record)
         write_samples(folder / "samples.jsonl", everything)
@@ -164,9 +164,9 @@ def _write_by_length(
 ) -> list[str]:
     """Write the plots, the page and results.json; return the text to print."""
     lengths, last, lines, pictures = list(by_length), by_length[max(by_length)], [], {}
-    for at, outcome in enumerate(last):
+    for number, outcome in enumerate(last):
         name = outcome.candidate.name
-        accuracy = [outcomes[at].main.mean(axis=0).tolist() for outcomes in by_length.values()]
+        accuracy = [outcomes[number].main.mean(axis=0).tolist() for outcomes in by_length.values()]
         means = [sum(row) / len(row) for row in accuracy]
         record["effective_length"][name] = effective_length(lengths, means)
         stem = folder / f"depth_by_length_{name.replace(' ', '_')}"
@@ -191,11 +191,11 @@ def _write(
     settings: EvaluateSettings,
     task: Any,
     outcomes: list[Outcome],
-    places: list[tuple[int, int]],
+    slots: list[tuple[int, int]],
     results: dict[str, Any],
     model: str,
 ) -> None:
-    positions = [position for _, position in places]
+    positions = [position for _, position in slots]
     title = f"{model}, {title_of(settings.task, task)}, {len(outcomes[0].main)} questions"
     curves = {outcome.candidate.name: (outcome.main.mean(axis=0).tolist(), len(outcome.main)) for outcome in outcomes}
     grids: list[Grid] = []

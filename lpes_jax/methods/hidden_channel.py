@@ -7,18 +7,16 @@ middle layers see such a channel multiplied by s < 1, attention depends less on 
     all other tokens' attention   unchanged
 
 where states are those after the attention's norm. V never changes. In generation each new token is the last one: its query and
-key are scaled, and the cache holds scaled keys. A teacher-forced answer is treated as if it were generated.
+key are scaled, and the cache contains scaled keys. A teacher-forced answer is treated as if it were generated.
 
 The search for the channel, as released:
 1. Average the hidden states after each layer by position, over 200 strings of random characters, 1,000 tokens each.
 2. In each layer from the third to the last but one, fit a cubic to each channel without the first 300 positions. A channel is
    positional if the cubic rises everywhere, or falls everywhere, in more than a quarter of the layers.
 3. Keep the 10 smoothest. Smoothness: scale to [0, 1] without the first 200 positions, filter (Savitzky-Golay, 10 points,
-cubic),
-   and take the least sum of squared second differences over the layers in which the channel is monotonic.
+   cubic), and take the least sum of squared second differences over the layers in which the channel is monotonic.
 4. Try each with s = 0 on key-value questions and choose the channel with the least loss on the answers. Then, as in the paper,
-try
-   s in 0, 0.5, -0.5, -1.
+   try s in 0, 0.5, -0.5, -1.
 
     channels = positional_channels(model, tokenizer, seed=0)
     make = hidden_channel(channels[0], factor=0.0)
@@ -49,7 +47,7 @@ from lpes_jax.errors import UserError
 from lpes_jax.finite import not_finite
 from lpes_jax.methods import Choice, Maker, Tuning
 from lpes_jax.models.llama.config import LlamaConfig
-from lpes_jax.models.llama.method import Channel, Method, of_channel, of_table
+from lpes_jax.models.llama.method import Channel, Method, channel_method, table_method
 from lpes_jax.models.llama.model import Llama, check_ids, states_after_layers
 
 FACTORS = (0.0, 0.5, -0.5, -1.0)
@@ -81,11 +79,11 @@ def hidden_channel(channel: int, factor: float = 0.0, layers: tuple[int, int] | 
             raise UserError(f"hidden channel: layers {first} to {end} are not within the model's {config.num_layers}")
         table = config.rope_table(length)
         if factor == 1:
-            return of_table(table)
+            return table_method(table)
         factors = np.ones(config.num_layers, np.float32)
         factors[first:end] = factor
         scaled = Channel(jnp.full(config.num_layers, channel, jnp.int32), jnp.asarray(factors))
-        return of_channel(scaled, table)
+        return channel_method(scaled, table)
 
     return make
 

@@ -22,8 +22,7 @@ Where we differ:
 - The original adds 0.3 x the balance loss of Switch Transformers. If all bases are chosen, this is a constant without gradient.
   We omit it, also for fewer bases, where it would matter.
 - The original's batches are conversations of any length up to 4,608 tokens, with BOS written three times. Ours are windows of
-one
-  length, reused in a new order if there are fewer than the steps need.
+  one length, reused in a new order if there are fewer than the steps need.
 - Bases run one after the other, so memory is that of one; the original folds them into the batch. Both keep unrotated keys and
   rotate the whole cache with every base for each new token.
 
@@ -51,7 +50,7 @@ from lpes_jax.json_files import parse_json
 from lpes_jax.methods import Choice, Maker, Tuning
 from lpes_jax.models.llama.attention import cached_attention, causal_attention
 from lpes_jax.models.llama.config import LlamaConfig
-from lpes_jax.models.llama.method import Layer, Method, of_attention
+from lpes_jax.models.llama.method import Layer, Method, attention_method
 from lpes_jax.models.llama.model import Llama, check_ids
 from lpes_jax.rope import cos_sin, rotate
 from lpes_jax.store.files import replacing
@@ -137,7 +136,7 @@ def moice(router: Router, top_k: int | None = None) -> Maker:
         ropes = [replace(config.rope, rope_theta=theta) for theta in thetas]
         tables = [replace(config, rope=rope).rope_table(length).inv_freq for rope in ropes]
         experts = Experts(jnp.stack(tables, axis=1), router)
-        return of_attention("MoICE", MixedBases(count if top_k is None else top_k), config, length, experts)
+        return attention_method("MoICE", MixedBases(count if top_k is None else top_k), config, length, experts)
 
     return make
 

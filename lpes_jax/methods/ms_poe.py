@@ -12,14 +12,12 @@ keys without positions keep the sharpest positions. The ratios then hold for the
 
 Where we differ:
 - Grouped queries. If heads with different ratios share a key, the logits are not a function of m - n. The original allows that.
-We
-  rank the K KV groups by the mean sensitivity of their heads; the queries and the key of a group share one ratio. `original` is
-  refused for such models. Without grouped queries K = H, and this is the paper's method.
+  We rank the K KV groups by the mean sensitivity of their heads; the queries and the key of a group share one ratio. `original`
+  is refused for such models. Without grouped queries K = H, and this is the paper's method.
 - We compute only the last query's row, which is all that the statistic reads; the original computes the whole matrix. We
-compute
-  the statistic in float32 (the original rounds the weights to 16 bits), over the prompt only, row by row, and keep nothing from
-  one prompt to the next. Equal sensitivities keep the order of the heads.
-- The cache holds keys before rotation, as for every replaced attention, and a decode step rotates them again; the original
+  compute the statistic in float32 (the original rounds the weights to 16 bits), over the prompt only, row by row, and keep
+  nothing from one prompt to the next. Equal sensitivities keep the order of the heads.
+- The cache contains keys before rotation, as for every replaced attention, and a decode step rotates them again; the original
   caches rotated keys.
 - In a text that is scored whole (perplexity) the last token is the last query, so every position depends on the text through
 it.
@@ -40,7 +38,7 @@ from lpes_jax.errors import UserError
 from lpes_jax.methods import Choice, Maker, Tuning
 from lpes_jax.models.llama.attention import cached_attention, causal_attention
 from lpes_jax.models.llama.config import LlamaConfig
-from lpes_jax.models.llama.method import Layer, Method, of_attention
+from lpes_jax.models.llama.method import Layer, Method, attention_method
 from lpes_jax.rope import cos_sin, rotate
 
 Mode = Literal["paper", "original", "fixed"]
@@ -62,7 +60,7 @@ def ms_poe(mode: Mode = "paper", min_ratio: float = 1.2, max_ratio: float = 1.8,
                 f"Ms-PoE as released is not defined where {config.num_heads} heads share {config.num_kv_heads} keys: a key and "
                 "its queries would be scaled differently; use the mode `paper`, which ranks the KV groups"
             )
-        return of_attention("Ms-PoE", HeadScaling(mode, min_ratio, max_ratio, first_layer), config, length)
+        return attention_method("Ms-PoE", HeadScaling(mode, min_ratio, max_ratio, first_layer), config, length)
 
     return make
 

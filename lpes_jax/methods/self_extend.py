@@ -30,7 +30,7 @@ from lpes_jax.errors import UserError
 from lpes_jax.methods import Choice, Maker, Tuning
 from lpes_jax.models.llama.attention import cached_attention, causal_attention
 from lpes_jax.models.llama.config import LlamaConfig
-from lpes_jax.models.llama.method import Layer, Method, of_attention
+from lpes_jax.models.llama.method import Layer, Method, attention_method
 from lpes_jax.rope import cos_sin, rotate
 
 _BLOCK = 128  # queries whose logits are in memory at once
@@ -43,7 +43,7 @@ def self_extend(group: int = 8, window: int = 1024) -> Maker:
             raise UserError(f"Self-Extend: {name} must be at least 1, got {value}")
 
     def make(config: LlamaConfig, length: int) -> Method:
-        return of_attention("Self-Extend", GroupedPositions(group, window), config, length)
+        return attention_method("Self-Extend", GroupedPositions(group, window), config, length)
 
     return make
 

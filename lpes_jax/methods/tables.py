@@ -19,7 +19,7 @@ from lpes_jax.factors import LayerFactors
 from lpes_jax.mark import refuse_marked
 from lpes_jax.methods import Choice, Maker, Tuning
 from lpes_jax.models.llama.config import LlamaConfig
-from lpes_jax.models.llama.method import Method, of_table
+from lpes_jax.models.llama.method import Method, table_method
 from lpes_jax.rope import RopeParameters
 
 BEYOND = ("linear", "dynamic")
@@ -34,7 +34,7 @@ def position_interpolation(factor: float) -> Maker:
     _check_factor("position interpolation", factor)
 
     def make(config: LlamaConfig, length: int) -> Method:
-        return of_table(config.rope_table(length, jnp.full(config.num_layers, factor, jnp.float32)))
+        return table_method(config.rope_table(length, jnp.full(config.num_layers, factor, jnp.float32)))
 
     return make
 
@@ -62,7 +62,7 @@ def dynamic_ntk(factor: float) -> Maker:
     _check_factor("dynamic NTK", factor)
 
     def make(config: LlamaConfig, length: int) -> Method:
-        return of_table(_with_rope("dynamic NTK", config, rope_type="dynamic", factor=factor).rope_table(length))
+        return table_method(_with_rope("dynamic NTK", config, rope_type="dynamic", factor=factor).rope_table(length))
 
     return make
 
@@ -77,7 +77,7 @@ def ntk_by_base(factor: float) -> Maker:
     def make(config: LlamaConfig, length: int) -> Method:
         _check_default("NTK by base", config)
         theta = config.rope.rope_theta * factor ** (config.rotary_dim / (config.rotary_dim - 2))
-        return of_table(_with_rope("NTK by base", config, rope_theta=theta).rope_table(length))
+        return table_method(_with_rope("NTK by base", config, rope_theta=theta).rope_table(length))
 
     return make
 
@@ -102,7 +102,7 @@ def yarn(
         raise UserError(f"YaRN: beta_fast must be above beta_slow, and beta_slow above 0; got {beta_fast} and {beta_slow}")
 
     def make(config: LlamaConfig, length: int) -> Method:
-        return of_table(_with_rope("YaRN", config, rope_type="yarn", **settings).rope_table(length))
+        return table_method(_with_rope("YaRN", config, rope_type="yarn", **settings).rope_table(length))
 
     return make
 
@@ -127,7 +127,7 @@ def lpes(factors: LayerFactors, beyond: str | None = None, factor: float | None 
             config = _with_rope("LPES with dynamic NTK", config, rope_type="dynamic", factor=factor)
         elif beyond == "linear" and length > config.max_position_embeddings:
             found = replace(found, factors=np.asarray(found.factors, np.float32) * np.float32(factor))
-        return of_table(config.rope_table(length, found))
+        return table_method(config.rope_table(length, found))
 
     return make
 

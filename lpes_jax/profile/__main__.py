@@ -10,8 +10,7 @@ Examples:
 
 OUT gets profile.json (effective_length first), profile.md, report.html, which begins with the conclusion, and a heat map of
 each task. Effective length: the longest prompts at whose worst position the accuracy is above 85.6 % (RULER's number) of the
-accuracy
-with only the fact, with 95 % confidence."""
+accuracy with only the fact, with 95 % confidence."""
 
 import sys
 from collections.abc import Sequence

@@ -1,5 +1,4 @@
-"""The conclusions of a grid: effective lengths, losses by answer format, length and position, changes by factors, and a summary
-sentence."""
+"""The conclusions of a grid: effective lengths, losses, changes by factors, and a summary sentence."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ class Effective:
 def effective(grid: Grid, name: str, candidate: int) -> Effective:
     """The effective length of a task for a candidate, by its number."""
     columns = [grid.columns[name, length] for length in sorted(grid.plan.lengths)]
-    columns = [column for column in columns if column.task is not None]  # the others are too short to hold a question
+    columns = [column for column in columns if column.task is not None]  # the others are too short for a question
     measured = [column for column in columns if column.blocks]
     needed = grid.plan.threshold * grid.ceiling[name][0]
     worst = {column.length: float(column.values[:, candidate].mean(axis=0).min()) for column in measured}
@@ -65,10 +64,10 @@ def ruler_mean(grid: Grid, candidate: int) -> int | None:
     return passed[-1] if passed else None
 
 
-def _longest(columns: Sequence[Column], holds: Callable[[Column], bool]) -> int | None:
+def _longest(columns: Sequence[Column], passes: Callable[[Column], bool]) -> int | None:
     longest = None
     for column in columns:
-        if not holds(column):
+        if not passes(column):
             break
         longest = column.length
     return longest
@@ -154,8 +153,8 @@ def sentence(grid: Grid, model: str, candidate: int) -> str:
     return f"{'; '.join(clauses)}, with {100 * grid.plan.confidence:g} % confidence.{_first_loss(grid, by_task, candidate)}"
 
 
-def _named(by_task: dict[str, Effective], holds: Callable[[Effective], bool]) -> str:
-    return ", ".join(name for name, result in by_task.items() if holds(result))
+def _named(by_task: dict[str, Effective], chosen: Callable[[Effective], bool]) -> str:
+    return ", ".join(name for name, result in by_task.items() if chosen(result))
 
 
 def _first_loss(grid: Grid, by_task: dict[str, Effective], candidate: int) -> str:

@@ -41,7 +41,7 @@ from lpes_jax.tasks import prompts as task_prompts
 from lpes_jax.tasks.key_value import KeyValue
 from lpes_jax.tasks.niah import Niah
 from lpes_jax.tasks.prompts import Prompt
-from lpes_jax.tasks.sizes import of_length, without_haystack
+from lpes_jax.tasks.sizes import with_length, without_haystack
 from lpes_jax.tasks.variable_tracking import VariableTracking
 
 Status = Literal["above", "below", "undecided"]
@@ -117,7 +117,7 @@ class Grid:
         for column in self.columns.values():
             try:
                 task = make_task(column.name, plan.key_length)
-                column.task = of_length(task, min(column.length, self._window), loaded.tokenizer)
+                column.task = with_length(task, min(column.length, self._window), loaded.tokenizer)
             except UserError as error:
                 column.missing = str(error).partition("; ")[2]
 
@@ -245,6 +245,7 @@ class Grid:
         return "below" if (column.high[candidate] < self.plan.threshold * low).any() else "undecided"
 
     def undecided(self, column: Column) -> bool:
+        """Whether a column is undecided for some candidate."""
         return any(self.status(column, candidate) == "undecided" for candidate in range(len(self.candidates)))
 
     def _decides(self, column: Column) -> bool:

@@ -22,10 +22,19 @@ BINS = 8
 def text_loss(
     loaded: Loaded, candidates: Sequence[Candidate], length: int, text: Path | None, seed: int, batch_size: int | None
 ) -> dict[str, Any]:
-    """Nats per token by the position in windows of `length` tokens (for a short file, of the file's length), and their source.
+    """Nats per token by the position in windows of text, and the text's source. Raises UserError as `Perplexity`.
 
     Without a file, the text consists of the needle grammar's sentences, different ones in each window. The loss falls with the
-    position as the model learns the grammar; a rise shows where positions break. Raises UserError as `Perplexity`."""
+    position as the model learns the grammar. A rise shows the positions at which the model fails.
+
+    Args:
+        loaded: The model and its tokenizer.
+        candidates: What is measured.
+        length: Tokens of a window; for a short file, the file's length.
+        text: A text file, or None.
+        seed: For the text without a file.
+        batch_size: Windows per pass and device; None means 1.
+    """
     windows = _grammar_windows(loaded, length, seed) if text is None else _file_windows(loaded, length, text)
     length = len(windows[0].ids)
     losses: dict[str, list[float]] = {}

@@ -45,7 +45,7 @@ from jaxtyping import Array, Bool, Float, Int
 from lpes_jax.errors import UserError
 from lpes_jax.limits import check_bounds
 from lpes_jax.mesh import BY_POPULATION, EVERYWHERE, make_mesh, mesh_of, over_population, put, to_host
-from lpes_jax.models.llama.method import of_table
+from lpes_jax.models.llama.method import table_method
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.models.llama.sharding import put_model
 from lpes_jax.rope import RopeTable
@@ -127,7 +127,8 @@ def prompt_scores(
 ) -> tuple[Bool[Array, "B P"], Float[Array, "B P"]]:
     """For each prompt: whether an admitted answer is the greedy continuation, and log p of all admitted answers together."""
     correct, log_p = (
-        scores.reshape(examples.is_row.shape) for scores in batch_scores(model, examples.batch, of_table(table), remat=remat)
+        scores.reshape(examples.is_row.shape)
+        for scores in batch_scores(model, examples.batch, table_method(table), remat=remat)
     )
     return (correct & examples.is_row).any(axis=2), jax.nn.logsumexp(jnp.where(examples.is_row, log_p, -jnp.inf), axis=2)
 
@@ -159,7 +160,7 @@ def text_loss(
     windows that are not padding (None: all). `total` is that of `answer_loss`.
     """
     if reference is None:
-        losses = token_nll(model, windows, of_table(table), remat=True)[:, 1:]
+        losses = token_nll(model, windows, table_method(table), remat=True)[:, 1:]
     else:
         losses = _divergence(model, windows, table, reference, remat=True)[:, 1:]
     if counts is None:
@@ -171,8 +172,8 @@ def text_loss(
 def _divergence(
     model: Llama, windows: Int[Array, "W T"], table: RopeTable, reference: Llama, *, remat: bool = False
 ) -> Float[Array, "W T"]:
-    own = of_table(reference.config.rope_table(windows.shape[1]))
-    return token_divergence(model, windows, of_table(table), reference, own, remat=remat)
+    own = table_method(reference.config.rope_table(windows.shape[1]))
+    return token_divergence(model, windows, table_method(table), reference, own, remat=remat)
 
 
 def descend(
@@ -387,7 +388,7 @@ def _text_now(
 
     def means(model: Llama, text: Int[Array, "W T"], parameters: Parameters, indices: Int[Array, "n"]) -> tuple[Array, ...]:
         tuned, table = goal.apply(model, parameters)
-        nll = token_nll(tuned, text[indices], of_table(table))[:, 1:]
+        nll = token_nll(tuned, text[indices], table_method(table))[:, 1:]
         columns = [nll.mean(axis=1)]
         if quarters:
             columns.append(jnp.stack([quarter.mean(axis=1) for quarter in jnp.array_split(nll, QUARTERS, axis=1)], axis=1))

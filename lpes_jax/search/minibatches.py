@@ -28,7 +28,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from lpes_jax.mesh import BY_POPULATION, put
 from lpes_jax.models.llama.config import LlamaConfig
-from lpes_jax.prefixes import Batch, Costs, families, pack_trees, tree_of
+from lpes_jax.prefixes import Batch, Costs, families, make_group, pack_groups
 from lpes_jax.tasks.prompts import EncodedPrompt
 
 
@@ -126,8 +126,8 @@ def shared_trees(prompts: Sequence[EncodedPrompt], config: LlamaConfig, most: in
     single = [[index] for index in range(len(rows))]
 
     def cost(trees: list[list[int]]) -> float:
-        prefix, branches = (max(widths) for widths in zip(*(tree_of(rows, members).shape for members in trees), strict=True))
-        return len(trees) * Costs.of(config, jax.default_backend()).tree(prefix, branches)
+        prefix, branches = (max(widths) for widths in zip(*(make_group(rows, members).shape for members in trees), strict=True))
+        return len(trees) * Costs.of(config, jax.default_backend()).group(prefix, branches)
 
     return cut if len(cut) < len(single) and cost(cut) <= cost(single) / 2 else single
 
@@ -172,12 +172,12 @@ def pack(
     prompt_weights, packed = np.zeros(is_row.shape[:2], np.float32), []
     for b, indices in enumerate(members):
         wanted = [index * most + r for index in indices for r in range(most)]
-        written = tree_of(rows, wanted)
+        written = make_group(rows, wanted)
         read_index = dict(zip(written.rows, written.read_index, strict=True))
         packed.append(replace(written, rows=wanted, read_index=[read_index[row] for row in wanted]))
         for p, index in enumerate(indices):
             is_row[b, p, : len(admitted[index])], prompt_weights[b, p] = True, weights[index]
-    return Examples(pack_trees(packed, rows), jnp.asarray(is_row), jnp.asarray(prompt_weights))
+    return Examples(pack_groups(packed, rows), jnp.asarray(is_row), jnp.asarray(prompt_weights))
 
 
 def draws(

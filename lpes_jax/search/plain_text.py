@@ -15,7 +15,7 @@ from jaxtyping import Int
 from lpes_jax.errors import UserError
 from lpes_jax.finite import not_finite
 from lpes_jax.models.llama.generate import continuation
-from lpes_jax.models.llama.method import of_table
+from lpes_jax.models.llama.method import table_method
 from lpes_jax.models.llama.model import Llama, check_ids
 from lpes_jax.settings.search import DEFAULT_WINDOW
 from lpes_jax.tasks.perplexity import Perplexity, Window
@@ -53,7 +53,7 @@ def text_windows(
         model,
         first.astype(jnp.int32),
         jnp.ones(len(first), jnp.int32),
-        of_table(model.config.rope_table(length)),
+        table_method(model.config.rope_table(length)),
         jnp.zeros(0, jnp.int32),
         length - 1,
         jax.random.fold_in(jax.random.key(seed), 1),

@@ -58,6 +58,7 @@ class ChatTask:
         return self.task.score(output, prompt)
 
     def prompt(self, example: Any, slot: int, position: int | None = None) -> Prompt:
+        """The prompt of `task`, rendered as a chat."""
         prompt = self.task.prompt(example, slot, position)
         question = prompt.text if self.task.plain is None else self.task.plain.prompt(example, slot, position).text
         assert prompt.text.startswith(question), "a task's prompt is its plain prompt followed by the opener"

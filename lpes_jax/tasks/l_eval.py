@@ -1,6 +1,6 @@
 """L-Eval (An et al., 2023): questions about long documents, closed-ended (letters, True or False) and open-ended.
 
-Files are the benchmark's own, .jsonl, one per subset. A line holds a document (`input`), its instructions and outputs, and the
+Files are the benchmark's own, .jsonl, one per subset. A line has a document (`input`), its instructions and outputs, and the
 metric (`evaluation`). Closed-ended: coursera (several letters may be right; some of them without a wrong one score a quarter),
 quality and tpo (one letter), sci_fi. In sci_fi each instruction is asked twice, about the document (`loyalty`) and, without it,
 about the real world (`fact`); the score is the mean of both. Open-ended: rows measured by F1 or ROUGE; rows that people or a

@@ -4,7 +4,7 @@ A task reports the faults of a question, depending on its metrics (`Prompt.fault
 
     gold_empty              the metric's normalisation removes all of a gold answer ("", "*", "The"): no output is right, or
                             every output is
-    answer_in_distractors   another item holds the answer too: another pair, another document, an option with the same text
+    answer_in_distractors   another item contains the answer too: another pair, another document, an option with the same text
 """
 
 from collections.abc import Sequence

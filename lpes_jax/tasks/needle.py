@@ -8,8 +8,8 @@
     mentioned in the provided text is
 
 Instruction, needle and question are RULER's. The filler consists of sentences from a seeded grammar, identical on every
-platform. The items are the filler's sentences and the needle; the needle's slot among them is its depth. `of_length` gives the
-task with as many sentences as fit a number of tokens, for a heat map of depth x length.
+platform. The items are the filler's sentences and the needle; the needle's slot among them is its depth. `with_length` gives
+the task with as many sentences as fit a number of tokens, for a heat map of depth x length.
 
 With num_keys > 1, needles with other keys are at random slots (RULER's multi-key). With num_queries > 1, a prompt asks for
 several of them (multi-query): the first is at the slot, and the score is the share of values found. Every example has its own
@@ -94,7 +94,7 @@ class Needle(Recall):
     def num_items(self) -> int:
         return self.num_sentences + 1
 
-    def of_length(self, tokens: int, tokenizer: Tokenizer) -> "Needle":
+    def with_length(self, tokens: int, tokenizer: Tokenizer) -> "Needle":
         """The task with the most sentences whose prompts have at most `tokens` tokens, by the longest of eight prompts.
 
         Sentences differ by a few tokens, so leave a margin if `tokens` is the window. Raises UserError for too few tokens.

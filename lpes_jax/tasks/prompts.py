@@ -7,7 +7,7 @@
     encoded = encode(fitted.prompts, tokenizer, window=8192)
     scores = [task.score(output, prompt) for output, prompt in zip(outputs, fitted.prompts)]
 
-A prompt holds n items (key-value pairs, documents). The fact asked for is the item at one slot, 0 ... n-1. Positions are in
+A prompt contains n items (key-value pairs, documents). The fact asked for is the item at one slot, 0 ... n-1. Positions are in
 percent: 0 is the beginning, 50 the middle, 100 the end.
 
 A task is decided either by `generation` (the output is generated text) or by `options` (the output is the likeliest of a

@@ -25,7 +25,7 @@ class Sized:
 
 @dataclass(frozen=True)
 class Ranged:
-    """`longest` with lengths from `low` up to its own; `setting` is the field that holds the length.
+    """`longest` with lengths from `low` up to its own; `setting` is the field with the length.
 
     Positions are in percent of each prompt's own items; `num_items` is that of the longest. Raises UserError for questions that
     share a haystack, because these have one length.
@@ -118,7 +118,7 @@ def shortened(example: Any, length: int) -> Any:
             other_slots = tuple(slot * (length + 1) // (len(example.lines) + 1) for slot in example.other_slots)
             return replace(example, lines=example.lines[:length], other_slots=other_slots)
         case variable_tracking.Example():
-            return example.of_length(length)
+            return example.with_length(length)
         case common_words.Example():
             return replace(example, words=example.words[:length])
         case frequent_words.Example():

@@ -1,4 +1,4 @@
-"""Set a task's length in tokens, `of_length(task, 4096, tokenizer)`, or remove its haystack, `without_haystack(task)`.
+"""Set a task's length in tokens, `with_length(task, 4096, tokenizer)`, or remove its haystack, `without_haystack(task)`.
 
 For the tasks whose fact is one of countable items: kv, needle, niah, vt.
 """
@@ -18,7 +18,7 @@ _SAMPLE = 8  # prompts that are measured for a length
 _SPARE = 1.5  # margin, as a multiple of the range of their lengths: one prompt in a million is longer
 
 
-def of_length(task: Any, tokens: int, tokenizer: Tokenizer) -> Any:
+def with_length(task: Any, tokens: int, tokenizer: Tokenizer) -> Any:
     """The task with the most items whose prompts, including answers, have at most `tokens` tokens.
 
     Items differ by a few tokens. The length is that of the longest of eight prompts plus a margin. Raises UserError if not even

@@ -79,7 +79,7 @@ class Example:
         chains = [(chain.value, chain.names, chain.before) for chain in (*self.chains, self.shot)]
         return content_id(chains, self.num_lines, self.shot_lines)
 
-    def of_length(self, num_lines: int) -> "Example":
+    def with_length(self, num_lines: int) -> "Example":
         """The same chains in fewer lines, at the same relative depths."""
         chains, assignments = [], 0
         for chain in self.chains:

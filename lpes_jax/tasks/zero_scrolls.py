@@ -1,6 +1,6 @@
 """ZeroSCROLLS (Shaham et al., 2023): summaries, questions and sorting over long documents, zero-shot.
 
-Files are the benchmark's own, .jsonl. A line holds the whole prompt (`input`), the indices of its document and query, one
+Files are the benchmark's own, .jsonl. A line contains the whole prompt (`input`), the indices of its document and query, one
 reference (`output`) and an `id`. Lines with the same id are references of one question, and the best of them counts. Only the
 validation splits have references (20 to 80 lines per task). A prompt that is too long loses the end of its document, which the
 benchmark's `truncation_seperator` replaces; the query after it is never cut. The limits are the paper's: 3,584 tokens of

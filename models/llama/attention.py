@@ -1,6 +1,6 @@
-"""Causal self-attention over right-padded prompts and over trees of them, and attention of one new token over a cache.
+"""Causal self-attention over right-padded prompts and over groups of prompts, and attention of one new token over a cache.
 
-A sliding window of w lets a query see the last w keys up to its own position, itself among them, as transformers counts.
+With a sliding window of w, a query sees the last w keys, including the one at its own position, as in transformers.
 
 Letters: B batch, T queries, S cached keys, H heads, K key-value heads (G = H / K heads share one), D head dim.
 """
@@ -19,13 +19,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from lpes_jax.mesh import over_heads
 
-_BLOCK = 128  # queries a step on the CPU; 64 to 256 measured within noise of each other
-_SPANS = 8
-# Keys under a mask, up to which cuDNN's kernel is differentiated. Alone it is right with 4,544 and with 11,648; a search on
-# prompts of 10,700 tokens had a loss that was not finite, and why is not known.
+_BLOCK = 128  # queries per step on the CPU; times with 64 to 256 differed only by noise
+_SPANS = 8  # parts of a text
+# The most masked keys for which cuDNN's kernel is differentiated. By itself its gradient is right with 4,544 and with 11,648
+# keys, but a search on prompts of 10,700 tokens had a loss that was not finite, for an unknown reason.
 _KEYS_OF_A_GRADIENT = 4608
-# Bytes of attention logits that are in memory together, of one block or of several short rows. On a CPU its caches must hold
-# them: 64 MiB took up to twice as long.
+# Bytes of attention logits in memory at once, of one block or of several short rows. On a CPU they must fit its caches: 64 MiB
+# took up to twice as long.
 _LOGITS_AT_ONCE = {"cpu": 2**20, "gpu": 2**27}
 
 
@@ -34,12 +34,12 @@ def causal_attention(
 ) -> Float[Array, "B T H D"]:
     """softmax(q k^T / sqrt(D)) v, each query over the keys up to its own position. Padding on the right needs no mask.
 
-    cuDNN's fused kernel where the default device is a GPU and the dtype has 16 bits; elsewhere an exact blocked softmax.
+    Uses cuDNN's fused kernel if the default device is a GPU and the dtype has 16 bits, otherwise an exact blocked softmax.
     """
-    return over_heads(partial(_of_device, window=window), (q, k, v))
+    return over_heads(partial(_device_attention, window=window), (q, k, v))
 
 
-def _of_device(q: Array, k: Array, v: Array, window: int | None) -> Array:
+def _device_attention(q: Array, k: Array, v: Array, window: int | None) -> Array:
     if window is not None and window >= q.shape[1]:
         window = None
     if runs_on_cudnn(q.shape[-1], q.dtype):
@@ -49,7 +49,7 @@ def _of_device(q: Array, k: Array, v: Array, window: int | None) -> Array:
 
 
 def runs_on_cudnn(head_dim: int, dtype: DTypeLike) -> bool:
-    """Whether `causal_attention` takes cuDNN's kernel on the default device."""
+    """Whether `causal_attention` uses cuDNN's kernel on the default device."""
     sixteen_bit = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
     return jax.default_backend() == "gpu" and sixteen_bit and head_dim % 8 == 0 and head_dim <= 256
 
@@ -61,12 +61,11 @@ def blocked_attention(
     block: int = _BLOCK,
     window: int | None = None,
 ) -> Float[Array, "B T H D"]:
-    """Exact causal attention, a block of queries at a time, a few rows at a time.
+    """Exact causal attention, a block of queries and a few rows at a time.
 
-    The blocks of one of at most `_SPANS` spans meet the keys up to the span's end, and from the first that a window leaves in
-    sight: nearly half of the full product is never computed. They go one after the other, so that the logits of all rows,
-    heads and queries are never in memory together, as they would be if all blocks were unrolled: XLA runs at once what does
-    not depend on each other.
+    The text is divided into at most `_SPANS` spans. Blocks of a span attend to the keys up to the span's end, from the first
+    key that the window includes, so nearly half of the full product is never computed. Blocks run sequentially. If they were
+    unrolled, XLA would run independent blocks at once, with the logits of all rows, heads and queries in memory.
     """
     batch, length, heads, head_dim = q.shape
     groups = heads // k.shape[2]
@@ -74,7 +73,7 @@ def blocked_attention(
     at_once = max(1, min(batch, logits_at_once() // (4 * heads * min(block, length) * length)))
 
     def attend(q_and_start: tuple[Array, Array | int], k: Array, v: Array, first: int) -> Array:
-        q, start = q_and_start  # [K, G, block, D], and the position of the first query; `first` is that of the first key
+        q, start = q_and_start  # [K, G, block, D], and the position of the first query; `first`: position of the first key
         logits = _einsum("kgtd,ksd->kgts", q, k) * (head_dim**-0.5)
         keys, queries = first + jnp.arange(k.shape[1])[None, :], start + jnp.arange(q.shape[2])[:, None]
         seen = keys <= queries
@@ -108,66 +107,74 @@ def masked_attention(
     q: Float[Array, "B S H D"],
     k: Float[Array, "B T K D"],
     v: Float[Array, "B T K D"],
-    at: Int[Array, "B S"],
+    indices: Int[Array, "B S"],
     ends: Int[Array, "B T"],
     positions: Int[Array, "B T"],
     window: int | None = None,
 ) -> Float[Array, "B S H D"]:
-    """Attention of some tokens of each row: the query at index `at` sees the keys j with j <= at < ends[j].
+    """Exact attention of some tokens of each row: the query with index i sees the keys j with j <= i < ends[j].
 
-    In a tree of prompts, written depth first, these are the query's own path: `ends` is where the tokens below a token end.
-    `positions` are what a window counts in. Exact: cuDNN's kernel where it can be (one GPU), else a block of queries and a few
-    rows at a time.
+    In a token tree in depth-first order, these keys are the query's path from the root. Uses cuDNN's kernel if possible (on one
+    GPU), otherwise a block of queries and a few rows at a time.
+
+    Args:
+        q: Queries of the tokens `indices`.
+        k: Keys of all tokens.
+        v: Values of all tokens.
+        indices: The index of each query's token in its row.
+        ends: The end of the subtree of each token.
+        positions: The position of each token in its prompt; a window counts these.
+        window: The sliding window; None means none.
     """
-    return over_heads(partial(_masked, window=window), (q, k, v), (at, ends, positions))
+    return over_heads(partial(_masked, window=window), (q, k, v), (indices, ends, positions))
 
 
-def _masked(q: Array, k: Array, v: Array, at: Array, ends: Array, positions: Array, window: int | None) -> Array:
-    # One GPU: on two XLA crashed in Shardy's pass, with this kernel as with the blocks (jax 0.11.2, H200). GSPMD compiles the
-    # kernel for two ahead of time; it was not run so.
+def _masked(q: Array, k: Array, v: Array, indices: Array, ends: Array, positions: Array, window: int | None) -> Array:
+    # Only on one GPU: on two, XLA crashed in Shardy's pass, with this kernel and with the blocks (jax 0.11.2, H200). GSPMD
+    # compiles the kernel for two GPUs ahead of time, but that was not run.
     if window is None and q.shape[1] >= _BLOCK and runs_on_cudnn(q.shape[-1], q.dtype) and jax.device_count() == 1:
-        return one_kernel(q, k, v, at, ends)
-    return blocked_masked_attention(q, k, v, at, ends, positions, window)
+        return one_kernel(q, k, v, indices, ends)
+    return blocked_masked_attention(q, k, v, indices, ends, positions, window)
 
 
 def blocked_masked_attention(
     q: Float[Array, "B S H D"],
     k: Float[Array, "B T K D"],
     v: Float[Array, "B T K D"],
-    at: Int[Array, "B S"],
+    indices: Int[Array, "B S"],
     ends: Int[Array, "B T"],
     positions: Int[Array, "B T"],
     window: int | None = None,
 ) -> Float[Array, "B S H D"]:
-    """`masked_attention` a block of queries and a few rows at a time, everywhere."""
+    """`masked_attention`, a block of queries and a few rows at a time, on every device."""
     batch, length, heads, head_dim = q.shape
-    groups, of_query = heads // k.shape[2], 4 * heads * k.shape[1]  # the bytes of a query's logits
-    most = _BLOCK if jax.default_backend() == "cpu" else max(_BLOCK, logits_at_once() // of_query)
-    block = min(length, 32 * math.ceil(length / math.ceil(length / most) / 32))  # all about as large
-    at_once = max(1, min(batch, logits_at_once() // (of_query * block)))
-    padding = -length % block  # queries of the last block that stand in for none
-    q, at = jnp.pad(q, ((0, 0), (0, padding), (0, 0), (0, 0))), jnp.pad(at, ((0, 0), (0, padding)), mode="edge")
+    groups, query_bytes = heads // k.shape[2], 4 * heads * k.shape[1]  # the bytes of a query's logits
+    most = _BLOCK if jax.default_backend() == "cpu" else max(_BLOCK, logits_at_once() // query_bytes)
+    block = min(length, 32 * math.ceil(length / math.ceil(length / most) / 32))  # of about equal size
+    at_once = max(1, min(batch, logits_at_once() // (query_bytes * block)))
+    padding = -length % block  # queries that fill up the last block
+    q, indices = jnp.pad(q, ((0, 0), (0, padding), (0, 0), (0, 0))), jnp.pad(indices, ((0, 0), (0, padding)), mode="edge")
 
     def row(inputs: tuple[Array, Array, Array, Array, Array, Array]) -> Array:
-        q, k, v, at, ends, positions = inputs
+        q, k, v, indices, ends, positions = inputs
         q = q.reshape(-1, block, k.shape[1], groups, head_dim).transpose(0, 2, 3, 1, 4)  # [blocks, K, G, block, D]
         k, v = k.transpose(1, 0, 2), v.transpose(1, 0, 2)  # [K, T, D]
         keys = jnp.arange(k.shape[1])[None, :]
 
-        def attend(q_and_at: tuple[Array, Array]) -> Array:
-            q, at = q_and_at
-            seen = (keys <= at[:, None]) & (at[:, None] < ends)
+        def attend(q_and_indices: tuple[Array, Array]) -> Array:
+            q, indices = q_and_indices
+            seen = (keys <= indices[:, None]) & (indices[:, None] < ends)
             if window is not None:
-                seen &= positions > positions[at][:, None] - window
+                seen &= positions > positions[indices][:, None] - window
             logits = _einsum("kgtd,ksd->kgts", q, k) * (head_dim**-0.5)
             weights = _softmax(jnp.where(seen, logits, -jnp.inf), q.dtype)
             return _einsum("kgts,ksd->kgtd", weights, v).astype(q.dtype)
 
-        blocks = q, at.reshape(-1, block)
+        blocks = q, indices.reshape(-1, block)
         out = attend((q[0], blocks[1][0]))[None] if len(q) == 1 else jax.lax.map(attend, blocks)
         return out.transpose(0, 3, 1, 2, 4).reshape(-1, heads, head_dim)[:length]
 
-    inputs = q, k, v, at, ends, positions
+    inputs = q, k, v, indices, ends, positions
     return jax.vmap(row)(inputs) if at_once == batch else jax.lax.map(row, inputs, batch_size=at_once)
 
 
@@ -185,7 +192,7 @@ def _kernel_of_all(q: Array, k: Array, v: Array, seen: Array) -> Array:
 
 @_kernel_of_all.def_vmap
 def _more_rows(size: int, batched: Sequence[bool], *operands: Array) -> tuple[Array, bool]:
-    # JAX's own rule for cuDNN's kernel cannot batch a mask that all heads share.
+    # JAX's own batching rule for cuDNN's kernel does not support a mask that all heads share.
     rows = [
         x.reshape(-1, *x.shape[2:]) if has_axis else jnp.tile(x, (size, *[1] * (x.ndim - 1)))
         for x, has_axis in zip(operands, batched, strict=True)
@@ -199,32 +206,32 @@ def one_kernel(
     q: Float[Array, "B S H D"],
     k: Float[Array, "B T K D"],
     v: Float[Array, "B T K D"],
-    at: Int[Array, "B S"],
+    indices: Int[Array, "B S"],
     ends: Int[Array, "B T"],
 ) -> Float[Array, "B S H D"]:
-    """`masked_attention` by cuDNN's fused kernel (XLA's attention where there is none), also vmapped; or its gradient."""
-    return _kernel_of_all(q, k, v, _seen(at, ends))
+    """`masked_attention` by cuDNN's fused kernel (or XLA's attention without cuDNN); supports vmap and gradients."""
+    return _kernel_of_all(q, k, v, _seen(indices, ends))
 
 
-def _seen(at: Array, ends: Array) -> Bool[Array, "B S T"]:
-    return (jnp.arange(ends.shape[1]) <= at[:, :, None]) & (at[:, :, None] < ends[:, None])
+def _seen(indices: Array, ends: Array) -> Bool[Array, "B S T"]:
+    return (jnp.arange(ends.shape[1]) <= indices[:, :, None]) & (indices[:, :, None] < ends[:, None])
 
 
-def _forward(q: Array, k: Array, v: Array, at: Array, ends: Array) -> tuple[Array, Any]:
+def _forward(q: Array, k: Array, v: Array, indices: Array, ends: Array) -> tuple[Array, Any]:
     if k.shape[1] > _KEYS_OF_A_GRADIENT:
-        return jax.vjp(lambda q, k, v: blocked_masked_attention(q, k, v, at, ends, jnp.zeros_like(ends)), q, k, v)
-    return jax.vjp(partial(_kernel, seen=_seen(at, ends)), q, k, v)
+        return jax.vjp(lambda q, k, v: blocked_masked_attention(q, k, v, indices, ends, jnp.zeros_like(ends)), q, k, v)
+    return jax.vjp(partial(_kernel, seen=_seen(indices, ends)), q, k, v)
 
 
-def _backward(pull_back: Any, of_output: Array) -> tuple[Array | None, ...]:
-    return (*pull_back(of_output), None, None)
+def _backward(pull_back: Any, cotangent: Array) -> tuple[Array | None, ...]:
+    return (*pull_back(cotangent), None, None)
 
 
 one_kernel.defvjp(_forward, _backward)
 
 
 def logits_at_once() -> int:
-    """Bytes of attention logits that the default device holds of one individual."""
+    """Bytes of attention logits of one individual that the default device holds at once."""
     return _LOGITS_AT_ONCE["cpu" if jax.default_backend() == "cpu" else "gpu"]
 
 
@@ -235,7 +242,7 @@ def cached_attention(
     lengths: Int[Array, "B"],
     window: Int[Array, ""] | int | None = None,
 ) -> Float[Array, "B 1 H D"]:
-    """Attention of one new token a row over the first `lengths` entries of its cache, or the last `window` of those."""
+    """Attention of one new token per row over the first `lengths` entries of its cache, or over the last `window` of these."""
     return over_heads(_cached, (q, k, v), (lengths, window))
 
 
@@ -256,7 +263,7 @@ def _softmax(logits: Array, dtype: jnp.dtype) -> Array:
 
 
 def _einsum(equation: str, a: Array, b: Array) -> Array:
-    # Logits and sums in float32 (float64 for float64): 16-bit attention loses exactly the far positions that we measure.
+    # Logits and sums are float32 (float64 for float64), because 16-bit attention loses the far positions that we measure.
     wide = np.promote_types(a.dtype, jnp.float32)
     return jnp.einsum(
         equation, a, b, preferred_element_type=wide, precision=jax.lax.Precision.HIGHEST if a.dtype == wide else None

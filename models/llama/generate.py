@@ -1,6 +1,6 @@
 """Generation with a KV cache, greedy unless a key is given: one prefill, then one token at a time until every row has stopped.
 
-Prompts are padded on the right. Each row continues at its own length, and its new keys overwrite the padding. The cache holds
+Prompts are padded on the right. Each row continues at its own length, and its new keys overwrite the padding. The cache has
 rotated keys: with tables, a key's rotation never changes. A method with several tables has one cache per table; the tokens are
 shared.
 
@@ -62,8 +62,17 @@ def continuation(
 ) -> Continuation:
     """The greedy continuation of each prompt. After the first id of `stop`, a row is filled with that id.
 
-    With a `key`, tokens are sampled from the model's distribution instead (temperature 1). On a mesh, rows are distributed over
-    the population axis if they divide evenly, and so is the result. With a `key` they are not, because a key covers all rows.
+    On a mesh, rows are distributed over the population axis if they divide evenly, and so is the result. With a `key` they are
+    not, because a key covers all rows.
+
+    Args:
+        model: The model.
+        tokens: The prompts' ids, padded on the right.
+        lengths: The prompts' lengths.
+        method: The RoPE tables, attention or channel to use, made for T + N tokens.
+        stop: Ids that end a text.
+        max_new_tokens: N.
+        key: Samples tokens from the model's distribution instead (temperature 1).
     """
     mesh = mesh_of(model)
     if mesh is None or mesh.size == 1:

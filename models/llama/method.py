@@ -1,4 +1,4 @@
-"""What may replace the plain path from a prompt to logits: other RoPE tables, several tables, or another attention.
+"""Replacements of the plain path from a prompt to logits: other RoPE tables, another attention, or a scaled channel.
 
 A `Method` is data for `hidden_states`, `prefill` and `greedy`, like a table. It is one of three:
 
@@ -11,7 +11,7 @@ All three have `tables`, `replacement` (for the model's own attention or queries
 code that runs a method does not ask which one it is.
 
 An `Attention` receives queries and keys before rotation and rotates them itself; the table's gains are already applied to the
-queries. The cache then holds keys before rotation; entry s of a row is its position s. The attention's state is what it
+queries. The cache then contains keys before rotation; entry s of a row is its position s. The attention's state is what it
 computes from a prompt and needs again for every new token.
 
 Letters: n tables, B batch, T queries, S keys, H heads, K key-value heads, D head dim, L layers, G = 1 or K, V vocabulary.
@@ -74,7 +74,7 @@ class Channel(NamedTuple):
     """The channel of the normalised hidden states that each layer's queries and keys see multiplied by `factor` (1: unchanged).
 
     This applies to the last token of a prompt and all that follow: to their queries and, for these queries only, to all keys.
-    Values and the attention of earlier tokens are unchanged. The cache holds the changed keys, rotated.
+    Values and the attention of earlier tokens are unchanged. The cache contains the changed keys, rotated.
     """
 
     number: Int[Array, "*layers"]
@@ -117,7 +117,7 @@ class TableMethod:
 
 @dataclass(frozen=True)
 class AttentionMethod:
-    """The model with another attention. `tables` holds the model's own RoPE, n = 1."""
+    """The model with another attention. `tables` has the model's own RoPE, n = 1."""
 
     tables: RopeTable
     replacement: OtherAttention
@@ -127,7 +127,7 @@ class AttentionMethod:
 
 @dataclass(frozen=True)
 class ChannelMethod:
-    """The model with a scaled channel of its hidden states. `tables` holds the model's own RoPE, n = 1."""
+    """The model with a scaled channel of its hidden states. `tables` has the model's own RoPE, n = 1."""
 
     tables: RopeTable
     replacement: Channel
@@ -143,17 +143,19 @@ jax.tree_util.register_dataclass(AttentionMethod, data_fields=["tables", "replac
 jax.tree_util.register_dataclass(ChannelMethod, data_fields=["tables", "replacement"], meta_fields=[])
 
 
-def of_table(table: RopeTable) -> TableMethod:
+def table_method(table: RopeTable) -> TableMethod:
     """The plain model with a table: `[L, G, half]`."""
     return TableMethod(jax.tree.map(lambda leaf: leaf[None], table))
 
 
-def of_channel(channel: Channel, table: RopeTable) -> ChannelMethod:
+def channel_method(channel: Channel, table: RopeTable) -> ChannelMethod:
     """The model with a scaled channel and a table: `[L, G, half]`."""
-    return ChannelMethod(of_table(table).tables, channel)
+    return ChannelMethod(table_method(table).tables, channel)
 
 
-def of_attention(name: str, attention: Attention, config: LlamaConfig, length: int, parameters: Any = None) -> AttentionMethod:
+def attention_method(
+    name: str, attention: Attention, config: LlamaConfig, length: int, parameters: Any = None
+) -> AttentionMethod:
     """The model with another attention and its own table, for texts of at most `length` tokens.
 
     Raises UserError if a layer uses a sliding window, because the method `name` would let it see the whole text.
@@ -163,4 +165,4 @@ def of_attention(name: str, attention: Attention, config: LlamaConfig, length: i
             f"{name} attends to the whole text, but layers of this model see only the last {config.sliding_window} tokens; "
             f"use texts of at most {config.sliding_window} tokens, including the answer, or a model without sliding windows"
         )
-    return AttentionMethod(of_table(config.rope_table(length)).tables, OtherAttention(parameters, attention))
+    return AttentionMethod(table_method(config.rope_table(length)).tables, OtherAttention(parameters, attention))

@@ -1,15 +1,15 @@
 """The Llama decoder in Flax NNX: stacked layers, scanned together with the rows of a RoPE table.
 
-One model for all families of `config.py`: biases, norms of queries and keys, and windows are there where the config says so.
+One model for all families of `config.py`. The config decides about biases, norms of queries and keys, and windows.
 
-The module is a pytree (NNX tree mode): hand it to `jax.jit`, `jax.vmap` and `jax.grad` as an argument, and never close over it,
-or its weights become constants of the program. It knows nothing of positions: every call takes a `RopeTable`.
+The module is a pytree (NNX tree mode). Pass it to `jax.jit`, `jax.vmap` and `jax.grad` as an argument. Never close over it, or
+its weights become constants of the program. It contains no position information: every call takes a `RopeTable`.
 
-`run_layers` is the one forward pass. What attends in it is an argument: `hidden_states` and `prefill` give it causal attention
-over prompts, or a method's (`method.py`), `prefix.py` attention over shared prefixes, `generate.py` attention over a cache.
+`run_layers` is the only forward pass. Its attention is an argument: `hidden_states` and `prefill` use causal attention over
+prompts or a method's (`method.py`), `prefix.py` attention over shared prefixes, `generate.py` attention over a cache.
 
-Letters: B batch, T tokens, S or M tokens that are read, A answer tokens, L layers, H heads, K key-value heads, D head dim,
-E embedding, F feed-forward, V vocabulary, G = 1 or K.
+Letters: B batch, T tokens, S or M tokens that are read, L layers, H heads, K key-value heads, D head dim, E embedding,
+V vocabulary, n tables.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,8 +31,8 @@ from lpes_jax.rope import RopeTable, apply_gains, cos_sin, rotate
 
 KeyValues = tuple[Float[Array, "*layers B T K D"], Float[Array, "*layers B T K D"]]
 Scaled = Callable[[], tuple[Float[Array, "B T H D"], Float[Array, "B T K D"]]]
-_SHORT = 256  # tokens of a row, below which a last layer of its own does not win back what it takes to compile
-_ROWS_AT_ONCE = 32  # queries whose logits over all keys are in memory together, where a channel is scaled
+_SHORT = 256  # rows with fewer tokens do not win back the time to compile the last layer separately
+_ROWS_AT_ONCE = 32  # queries with a scaled channel whose logits over all keys are in memory at once
 
 
 class Layers(nnx.Module):
@@ -55,8 +55,8 @@ class Layers(nnx.Module):
         self.up = normal(c.hidden_size, c.intermediate_size)
         self.down = normal(c.intermediate_size, c.hidden_size)
 
-        def bias(there: bool, size: int) -> nnx.Param | None:
-            return nnx.Param(jnp.zeros((c.num_layers, size), dtype)) if there else None
+        def bias(present: bool, size: int) -> nnx.Param | None:
+            return nnx.Param(jnp.zeros((c.num_layers, size), dtype)) if present else None
 
         self.query_bias = bias(c.qkv_bias, heads)
         self.key_bias = bias(c.qkv_bias, kv)
@@ -70,7 +70,7 @@ class Layers(nnx.Module):
 
 
 class Llama(nnx.Module):
-    """A Llama-architecture language model. `head` is None where the embedding is tied to the output."""
+    """A Llama-architecture language model. `head` is None if the embedding is tied to the output."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32):
         self.config = config
@@ -82,11 +82,13 @@ class Llama(nnx.Module):
 
 
 class LayerContext(NamedTuple):
-    """What an attention is told beside queries, keys and values.
+    """The arguments of an attention in addition to queries, keys and values.
 
-    `row`: of the layer, its row of the RoPE table and the method's parameters; `own`: the layer's part of what the pass has of
-    each (its window, its cache); `read`: the tokens that have queries (None: all); `scaled`: gives the queries and keys of
-    hidden states whose channel is scaled, where the method does that.
+    Attributes:
+        row: The layer's row of the RoPE table, and the method's parameters for it.
+        own: The layer's part of the pass's own data (its window, its cache).
+        read: Indices of the tokens that have queries; None means all.
+        scaled: Computes queries and keys of hidden states with the method's channel scaled; None for other methods.
     """
 
     row: Layer
@@ -95,7 +97,7 @@ class LayerContext(NamedTuple):
     scaled: Scaled | None
 
 
-# (q [B, S, H, D], k and v [B, T, K, D], none rotated, context) -> the attention's output [B, S, H, D], and what `keep` is given
+# (q [B, S, H, D], k and v [B, T, K, D], before rotation; context) -> the attention's output [B, S, H, D], a value for `keep`
 Attend = Callable[[Array, Array, Array, LayerContext], tuple[Array, Any]]
 
 
@@ -110,20 +112,21 @@ def run_layers(
     remat: bool = False,
     keep: Callable[[Float[Array, "B T E"], Any], Any] = lambda x, kept: None,
 ) -> tuple[Float[Array, "B S E"], Any]:
-    """The forward pass: all layers, with `attend` in each, and the last norm. All functions that run the model call it.
+    """The forward pass: all layers, each with `attend`, and the last norm. All functions that run the model call it.
 
     Args:
-        x: the embedded tokens.
-        rows: what each layer is told (`layer_rows`), every leaf `[L, ...]`.
-        attend: rotates and attends; it alone knows of positions, caches, shared prefixes and methods.
-        own: what the pass has of each layer, every leaf `[L, ...]`.
-        read: indices of the tokens whose states are wanted (None: all). The last layer then has queries of these alone, as
-            nothing else needs them; it is compiled beside the others, but not for short rows or gradients. Not with `keep`.
-        remat: recompute each layer in the backward pass instead of keeping its activations.
-        keep: what is kept of a layer, from the hidden states after it and what `attend` gave beside its output.
+        model: The model.
+        x: The embedded tokens.
+        rows: The data of each layer (`layer_rows`), every leaf `[L, ...]`.
+        attend: Rotates and attends. Only this function depends on positions, caches, shared prefixes and methods.
+        own: The pass's own data of each layer, every leaf `[L, ...]`.
+        read: Indices of the tokens whose states are returned; None means all. The last layer then has only these queries, and
+            is compiled separately, except for short rows and for gradients. Not for use with `keep`.
+        remat: Whether to recompute each layer in the backward pass instead of keeping its activations.
+        keep: Computes what is kept of a layer, from the hidden states after it and the second value of `attend`.
 
     Returns:
-        The normalised last hidden states (S = M with `read`, else T), and what `keep` gave, stacked `[L, ...]`.
+        The normalised last hidden states (S = M with `read`, otherwise T), and the values of `keep`, stacked `[L, ...]`.
     """
     config = model.config
 
@@ -137,12 +140,12 @@ def run_layers(
         return x, keep(x, kept)
 
     inputs = model.layers, rows, own
-    if read is None or remat or x.shape[1] < _SHORT:  # gradients of the weights come stacked, as the weights are
+    if read is None or remat or x.shape[1] < _SHORT:  # gradients are stacked like the weights
         x, kept = jax.lax.scan(jax.checkpoint(layer) if remat else layer, x, inputs)
         x = x if read is None else jnp.take_along_axis(x, read[:, :, None], axis=1)
     else:
 
-        def layer_inputs(number: Int[Array, ""] | int) -> Any:  # stacks without their last layer would be copies
+        def layer_inputs(number: Int[Array, ""] | int) -> Any:  # slicing off the last layer would copy the stacks
             return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False), inputs)
 
         last = config.num_layers - 1
@@ -159,14 +162,20 @@ def hidden_states(
     remat: bool = False,
     replacement: Replacement | None = None,
     lengths: Int[Array, "B"] | None = None,
-    behind: int | None = None,
+    tokens_after: int | None = None,
 ) -> Float[Array, "B T E"]:
     """The normalised last hidden states. Rows may be padded on the right: no real token sees the padding.
 
-    `remat` recomputes each layer in the backward pass instead of keeping its activations. `replacement` attends in place of the
-    model's own attention, and is told the prompts' `lengths` (None: all of T). At most `behind` tokens behind a prompt count.
+    Args:
+        model: The model.
+        tokens: Token ids.
+        table: The RoPE table.
+        remat: Whether to recompute each layer in the backward pass instead of keeping its activations.
+        replacement: Replaces the model's own attention, or scales a channel.
+        lengths: The prompts' lengths, for `replacement`; None means T.
+        tokens_after: The most tokens after a prompt whose states are needed; None means all.
     """
-    return _run_prompts(model, tokens, table, replacement, lengths, behind, remat=remat)[0]
+    return _run_prompts(model, tokens, table, replacement, lengths, tokens_after, remat=remat)[0]
 
 
 def prefill(
@@ -178,17 +187,17 @@ def prefill(
 ) -> tuple[Float[Array, "B T E"], KeyValues, Any]:
     """`hidden_states`, the keys and values of every layer, `[L, B, T, K, D]` each, and the state of a replacement `[L, ...]`.
 
-    Keys are rotated, but with another attention as they are before. Nothing is read behind the prompts.
+    Keys are rotated, except with another attention. States after the prompts are not needed.
     """
-    x, (cache, state) = _run_prompts(model, tokens, table, replacement, lengths, behind=0, keep=lambda x, kept: kept)
+    x, (cache, state) = _run_prompts(model, tokens, table, replacement, lengths, tokens_after=0, keep=lambda x, kept: kept)
     return x, cache, state
 
 
 def states_after_layers(
-    model: Llama, tokens: Int[Array, "B T"], table: RopeTable, of_layer: Callable[[Float[Array, "B T E"]], Any]
+    model: Llama, tokens: Int[Array, "B T"], table: RopeTable, function: Callable[[Float[Array, "B T E"]], Any]
 ) -> tuple[Float[Array, "B T E"], Any]:
-    """`hidden_states`, and `of_layer` of the states after each layer, before the last norm; `[L, ...]`."""
-    return _run_prompts(model, tokens, table, keep=lambda x, kept: of_layer(x))
+    """`hidden_states`, and `function` of the states after each layer, before the last norm, `[L, ...]`."""
+    return _run_prompts(model, tokens, table, keep=lambda x, kept: function(x))
 
 
 def _run_prompts(
@@ -197,14 +206,14 @@ def _run_prompts(
     table: RopeTable,
     replacement: Replacement | None = None,
     lengths: Int[Array, "B"] | None = None,
-    behind: int | None = None,
+    tokens_after: int | None = None,
     **how: Any,
 ) -> tuple[Float[Array, "B T E"], Any]:
-    """`run_layers` over prompts that are padded on the right; what `attend` gives is ((k, v), state of a replacement)."""
+    """`run_layers` over prompts padded on the right; the second value of `attend` is ((k, v), state of a replacement)."""
     config, length = model.config, tokens.shape[1]
     positions = jnp.arange(length)
     known = jnp.full(len(tokens), length, jnp.int32) if lengths is None else lengths
-    last_rows = 1 if lengths is None else length if behind is None else behind + 1
+    last_rows = 1 if lengths is None else length if tokens_after is None else tokens_after + 1
 
     def attend(q: Array, k: Array, v: Array, context: LayerContext) -> tuple[Array, tuple[KeyValues, Any]]:
         row = context.row
@@ -224,7 +233,7 @@ def _run_prompts(
 
 
 def slides(config: LlamaConfig, length: int) -> Bool[Array, "L"]:
-    """Whether a layer's window is shorter than rows of `length` tokens: what `within_window` is told of each."""
+    """Whether each layer's window is shorter than rows of `length` tokens, as input for `within_window`."""
     return jnp.asarray(config.windows(length) < length)
 
 
@@ -235,10 +244,10 @@ def within_window(
     attention: Callable[[int | None], Callable[..., Array]],
     *operands: Array,
 ) -> Array:
-    """`attention(window)` of the operands, with the layer's window; no branch is compiled where all layers have the same."""
-    of_layers = config.windows(length) < length
-    if of_layers.all() or not of_layers.any():
-        return attention(config.sliding_window if of_layers.all() else None)(*operands)
+    """`attention(window)` of the operands, with the layer's window. If all layers are alike, no branch is compiled."""
+    is_sliding = config.windows(length) < length
+    if is_sliding.all() or not is_sliding.any():
+        return attention(config.sliding_window if is_sliding.all() else None)(*operands)
     return jax.lax.cond(slides, attention(config.sliding_window), attention(None), *operands)
 
 
@@ -255,7 +264,7 @@ def _last_rows_scaled(
     count: int,
     window: Int[Array, ""],
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T K D"]]:
-    """`out` with `count` rows from `last` on as the scaled queries and keys give them; and these keys, rotated."""
+    """`out` with `count` rows from `last` on recomputed from the scaled queries and keys; and the scaled keys, rotated."""
     q, k = rotated(*scaled(), row, jnp.arange(out.shape[1]))
     positions = last[:, None] + jnp.arange(min(count, out.shape[1]))
 
@@ -270,12 +279,12 @@ def _last_rows_scaled(
 
 
 def channel_of(row: Layer) -> Channel | None:
-    """The channel that the layer's queries and keys see scaled, where the method is that."""
+    """The channel that the layer's queries and keys see scaled; None for other methods."""
     return row.parameters if isinstance(row.parameters, Channel) else None
 
 
 def layer_rows(config: LlamaConfig, table: RopeTable, replacement: Replacement | None = None) -> Layer:
-    """What each layer is told, stacked for a scan."""
+    """The data of each layer (`Layer`), stacked for a scan."""
     parameters = None if replacement is None else replacement.parameters
     return Layer(jnp.arange(config.num_layers), table.inv_freq, table.layer_scaling, table.gains, parameters)
 
@@ -283,7 +292,7 @@ def layer_rows(config: LlamaConfig, table: RopeTable, replacement: Replacement |
 def rotated(
     q: Float[Array, "B T H D"], k: Float[Array, "B T K D"], row: Layer, positions: Int[Array, "*batch T"]
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T K D"]]:
-    """Queries and keys at the same positions, rotated by the layer's row of the table, the queries with its gains."""
+    """Queries and keys at the same positions, rotated by the layer's row of the table; queries have its gains."""
     cos, sin = cos_sin(row.inv_freq, row.attention_scaling, positions)
     return rotate(q, cos * row.gains, sin * row.gains), rotate(k, cos, sin)
 
@@ -296,10 +305,18 @@ def decoder_layer(
     read: Int[Array, "B S"] | None = None,
     channel: Channel | None = None,
 ) -> tuple[Float[Array, "B S E"], Any]:
-    """One layer; `attend(q, k, v)` rotates and attends. Returns the new x, and what else `attend` returned.
+    """One decoder layer.
 
-    `read`: the tokens that the new x is wanted of, and that have queries (None: all T); keys and values are of all.
-    `channel` (not with `read`): `attend` gets a fourth argument, a function of the q and k of hidden states so scaled.
+    Args:
+        config: The model's config.
+        layer: The weights of the layer.
+        x: The hidden states.
+        attend: `attend(q, k, v)` rotates and attends.
+        read: Indices of the tokens that have queries and a new x; None means all T. Keys and values are those of all tokens.
+        channel: Not for use with `read`. `attend` gets a fourth argument, which computes q and k with this channel scaled.
+
+    Returns:
+        The new x, and the second value of `attend`.
     """
     batch, length, _ = x.shape
     h = rms_norm(x, layer.attention_norm[...], config.rms_norm_eps)
@@ -315,7 +332,7 @@ def decoder_layer(
             return q, k
         return rms_norm(q, layer.query_norm[...], config.rms_norm_eps), rms_norm(k, layer.key_norm[...], config.rms_norm_eps)
 
-    def scaled(channel: Channel) -> tuple[Array, Array]:  # the channel's rows of the weights, so much more of them
+    def scaled(channel: Channel) -> tuple[Array, Array]:  # adds the channel's rows of the weights, times (factor - 1)
         wide = np.promote_types(x.dtype, jnp.float32)
         more = h[:, :, channel.number, None].astype(wide) * (channel.factor.astype(wide) - 1)
         rows = (weights[...][channel.number].astype(wide) for weights in (layer.query, layer.key))
@@ -330,21 +347,21 @@ def decoder_layer(
 
 
 def output_logits(model: Llama, hidden: Float[Array, "*any E"]) -> Float[Array, "*any V"]:
-    """float32 logits (float64 for a float64 model) of hidden states: call it on the positions that are read, not on all."""
+    """float32 logits (float64 for a float64 model) of hidden states. Pass only positions that are read: logits are large."""
     weights = model.embed[...].T if model.head is None else model.head[...]
     return _dot(hidden, weights, np.promote_types(hidden.dtype, jnp.float32))
 
 
 def over_tables(run: Callable[..., Any], tables: RopeTable, *more: Any) -> Any:
-    """`run(table, *more)` for each of a method's tables; results, and what stands in `more`, have the tables' axis in front."""
+    """`run(table, *more)` for each of a method's tables. Results and `more` have the tables as their first axis, n."""
     if len(tables.inv_freq) > 1:
         return jax.vmap(run)(tables, *more)
-    first = jax.tree.map(lambda leaf: leaf[0], (tables, *more))  # the program of a plain model, with no axis more
+    first = jax.tree.map(lambda leaf: leaf[0], (tables, *more))  # the program of a plain model, without a vmapped axis
     return jax.tree.map(lambda leaf: leaf[None], run(*first))
 
 
 def method_logits(model: Llama, hidden: Float[Array, "n *any E"], method: Method) -> Float[Array, "*any V"]:
-    """The logits of a method's passes as one."""
+    """The logits of a method's passes, merged into one."""
     logits = output_logits(model, hidden)
     return logits[0] if method.merge is None else method.merge(logits)
 
@@ -352,8 +369,8 @@ def method_logits(model: Llama, hidden: Float[Array, "n *any E"], method: Method
 def check_ids(
     model: Llama, sequences: Sequence[Sequence[int]] | Int[np.ndarray, "..."], giver: str = "the tokenizer gives"
 ) -> None:
-    """Raise UserError for ids that the model does not have, and for a text without any; `giver` says where they come from."""
-    # Looking up a row that is not there gives another one, without an error.
+    """Raise UserError for ids that the model does not have, and for a text without ids; `giver` names their source."""
+    # JAX looks up another row for an id that does not exist, without an error.
     rows = model.config.vocab_size
     if not len(sequences) or not all(map(len, sequences)):
         raise UserError("there is a text without tokens, which nothing follows; give each at least one")
@@ -370,20 +387,20 @@ def check_ids(
 
 
 def rms_norm(x: Float[Array, "*any E"], weight: Float[Array, "E"], eps: float) -> Float[Array, "*any E"]:
-    """x / sqrt(mean(x^2) + eps) x weight, the mean in float32 as Hugging Face takes it."""
+    """x / sqrt(mean(x^2) + eps) x weight, with the mean in float32 as in Hugging Face."""
     wide = x.astype(np.promote_types(x.dtype, jnp.float32))
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return weight * wide.astype(x.dtype)
 
 
 def matmul(x: Float[Array, "*any I"], weights: Float[Array, "I O"], bias: nnx.Param | None = None) -> Float[Array, "*any O"]:
-    """x @ weights, plus a bias `[O]` where there is one, in x's dtype."""
+    """x @ weights, plus the bias `[O]` if there is one, in x's dtype."""
     product = _dot(x, weights, x.dtype)
     return product if bias is None else product + bias[...]
 
 
 def _dot(x: Array, weights: Array, dtype: DTypeLike) -> Array:
-    # float32 means float32, also on GPUs, whose default is tf32; 16-bit products sum in float32 as they are.
+    # float32 products use float32 on GPUs too, where the default is tf32. 16-bit products are summed in float32 by default.
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jax.lax.dot_general(x, weights, (((x.ndim - 1,), (0,)), ((), ())), precision=precision, preferred_element_type=dtype)
 

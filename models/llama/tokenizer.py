@@ -17,7 +17,7 @@ ignore the two keys. A folder that names no class has the class of its model typ
 post-processor always decides, because version 5 builds the two keys into it and drops them (`backend` in the config identifies
 such folders).
 
-A GGUF file holds the vocabulary and its merges or scores, but only the name of the rule that splits text into words.
+A GGUF file contains the vocabulary and its merges or scores, but only the name of the rule that splits text into words.
 `_PRE_TOKENIZERS` has the supported rules. A wrong rule gives other ids without any error, so every other name is refused. If
 the model's tokenizer.json is beside the .gguf file, it is used instead.
 

@@ -21,7 +21,7 @@ from lpes_jax.errors import UserError
 from lpes_jax.generation import generate_ids
 from lpes_jax.mesh import BY_POPULATION, EVERYWHERE, make_mesh, over_population, put
 from lpes_jax.methods.ms_poe import ms_poe
-from lpes_jax.models.llama.method import of_table
+from lpes_jax.models.llama.method import table_method
 from lpes_jax.models.llama.sharding import put_model
 from lpes_jax.prefixes import pack_rows
 from lpes_jax.rope import RopeTable, scale_layers
@@ -96,9 +96,9 @@ def test_scores_are_those_of_one_device(scorers, size):
 
 def test_a_method_that_looks_at_all_heads_scores_and_writes_the_same(scorers, models, prompts, tiny_model):
     make = ms_poe(first_layer=0)  # its statistic is of all heads
-    wanted, *others = (scorers[mesh].of_method(make(tiny_model.config, scorers[mesh].longest)) for mesh in MESHES)
+    wanted, *others = (scorers[mesh].method_scores(make(tiny_model.config, scorers[mesh].longest)) for mesh in MESHES)
     same(wanted, *others)
-    assert len(scorers[EIGHT].placed("rows").batches[0].tokens) == 8  # four rows, and what fills the other devices
+    assert len(scorers[EIGHT].device_plan("rows").batches[0].tokens) == 8  # four rows, and what fills the other devices
     generate = partial(generate_ids, prompts=[prompt.ids for prompt in prompts], max_new_tokens=3)
     new = [generate(models[mesh], make_method=partial(make, tiny_model.config)) for mesh in MESHES]
     assert new[0] == new[1] == new[2] != generate(tiny_model)
@@ -106,7 +106,7 @@ def test_a_method_that_looks_at_all_heads_scores_and_writes_the_same(scorers, mo
 
 def test_the_likelihood_of_texts_is_that_of_one_device(models, prompts, tiny_model):
     text = jnp.array([prompts[2].ids[:30]] * 3, jnp.int32)
-    wanted, *others = (token_nll(models[mesh], text, of_table(tiny_model.config.rope_table(30))) for mesh in MESHES)
+    wanted, *others = (token_nll(models[mesh], text, table_method(tiny_model.config.rope_table(30))) for mesh in MESHES)
     for other in others:
         close(other, wanted)
 
@@ -114,7 +114,7 @@ def test_the_likelihood_of_texts_is_that_of_one_device(models, prompts, tiny_mod
 def collectives(scorer: Scorer, mesh: Mesh, size: int) -> list[str]:
     """The communication between devices in the compiled program, for a number of individuals."""
     by_trees = size < mesh.shape["population"]
-    placed = scorer.placed("trees" if by_trees else "individuals")
+    placed = scorer.device_plan("groups" if by_trees else "individuals")
     factors = put(np.ones((size, 3), np.float32), scorer._everywhere if by_trees else scorer._by_population)
     inputs = scorer.model, placed.batches[0], factors, factors, scorer._table, "layer", "layer", mesh, by_trees
     lines = scoring._sharded_scores.lower(*inputs).compile().as_text().splitlines()
@@ -135,7 +135,7 @@ def test_gradients_over_shards_are_those_of_one_device(models, prompts, tiny_mod
     def loss(model, batch, factors):
         own = config.rope_table(batch.tokens.shape[1])
         table = RopeTable(scale_layers(own.inv_freq, factors), own.attention_scaling)
-        return -batch_scores(model, batch, of_table(table), remat=True)[1].sum()
+        return -batch_scores(model, batch, table_method(table), remat=True)[1].sum()
 
     def gradient(*inputs):
         return jax.lax.psum(jax.grad(loss, argnums=2)(*inputs), "population")
@@ -148,7 +148,7 @@ def test_gradients_over_shards_are_those_of_one_device(models, prompts, tiny_mod
 def test_scores_are_those_of_pmap(scorers, tiny_model, unchecked_shapes):
     factors = population_of((8, 3)).astype(np.float32)
     wanted = scorers[EIGHT](factors).log_likelihood
-    placed = scorers[ONE].placed("individuals")
+    placed = scorers[ONE].device_plan("individuals")
     for (_, _, rows, score_of_row), batch in zip(placed.plan.passes, placed.batches, strict=True):
         scores = jax.pmap(population_scores, in_axes=(None, None, 0))
         _, likelihood = scores(tiny_model, jax.device_get(batch), factors[:, None])

@@ -11,7 +11,7 @@ from flax import nnx
 from lpes_jax.generation import generate_ids
 from lpes_jax.methods import Maker
 from lpes_jax.models.llama import Llama, LlamaConfig
-from lpes_jax.models.llama.method import Method, of_table
+from lpes_jax.models.llama.method import Method, table_method
 from lpes_jax.models.llama.model import hidden_states, layer_rows, method_logits, over_tables
 from lpes_jax.rope import RopeParameters
 
@@ -104,7 +104,7 @@ def padded(prompts: list[list[int]]) -> jax.Array:
 
 def logits_of(model: Llama, method: Method | None = None) -> np.ndarray:
     """Of PROMPTS, `[B, LENGTH, V]`; by the plain model without a method."""
-    method = of_table(model.config.rope_table(LENGTH)) if method is None else method
+    method = table_method(model.config.rope_table(LENGTH)) if method is None else method
     return np.asarray(method_logits_of(model, padded(PROMPTS), LENGTHS, method))
 
 

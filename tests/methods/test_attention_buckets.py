@@ -22,7 +22,7 @@ from lpes_jax.methods.attention_buckets import (
     wave,
 )
 from lpes_jax.methods.tables import dynamic_ntk, lpes, yarn
-from lpes_jax.models.llama.method import Method, of_table
+from lpes_jax.models.llama.method import Method, table_method
 from lpes_jax.models.llama.model import hidden_states, method_logits, over_tables
 from lpes_jax.prefixes import pack_rows
 from lpes_jax.rope import RopeParameters, rope_table
@@ -51,7 +51,7 @@ def plain_logits(model: lj.Llama, rows: Sequence[Sequence[int]], theta: float) -
     for row, ids in zip(tokens, rows, strict=True):
         row[: len(ids)] = ids
     table = rope_table(RopeParameters(theta), model.config.head_dim, model.config.num_layers)
-    return np.asarray(logits_of(model, jnp.asarray(tokens), of_table(table)), np.float64)
+    return np.asarray(logits_of(model, jnp.asarray(tokens), table_method(table)), np.float64)
 
 
 def merged_by_hand(runs: list[np.ndarray], weights: str, mix: str) -> np.ndarray:
@@ -172,7 +172,7 @@ def test_scoring_generation_and_nll_agree(model, name):
     nll = np.asarray(token_nll(model, batch.tokens, method, chunk=8))
     for row, ids in enumerate([*prompts, prompts[1]]):
         np.testing.assert_allclose(log_likelihood[row], -nll[row, len(ids) : len(ids) + NEW].sum(), rtol=1e-5, atol=1e-4)
-    plain = jax.jit(batch_scores)(model, batch, of_table(model.config.rope_table(LENGTH)))[1]
+    plain = jax.jit(batch_scores)(model, batch, table_method(model.config.rope_table(LENGTH)))[1]
     assert (np.abs(np.asarray(plain) - log_likelihood) > 1e-3).all()
 
 

@@ -14,7 +14,7 @@ import lpes_jax as lj
 from lpes_jax.methods import Maker
 from lpes_jax.methods.tables import dynamic_ntk, lpes, mean_of, ntk_by_base, position_interpolation, uniform, yarn
 from lpes_jax.models.llama.checkpoint import save_llama
-from lpes_jax.models.llama.method import Method, of_table
+from lpes_jax.models.llama.method import Method, table_method
 from lpes_jax.models.llama.model import hidden_states, method_logits, over_tables
 from lpes_jax.rope import RopeParameters, RopeTable
 
@@ -64,7 +64,7 @@ def tokens() -> jax.Array:
 
 @pytest.fixture(scope="module")
 def plain_logits(tiny_model, tokens) -> np.ndarray:
-    return np.asarray(logits_of(tiny_model, tokens, of_table(tiny_model.config.rope_table(WINDOW))))
+    return np.asarray(logits_of(tiny_model, tokens, table_method(tiny_model.config.rope_table(WINDOW))))
 
 
 @pytest.mark.parametrize("name", CHANGELESS)

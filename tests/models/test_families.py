@@ -27,7 +27,7 @@ from lpes_jax.generation import generate_ids
 from lpes_jax.models.llama.checkpoint import load_llama, open_checkpoint, save_llama
 from lpes_jax.models.llama.config import SUPPORTED_MODEL_TYPES, LlamaConfig
 from lpes_jax.models.llama.generate import greedy
-from lpes_jax.models.llama.method import of_table
+from lpes_jax.models.llama.method import table_method
 from lpes_jax.models.llama.model import decoder_layer, hidden_states, layer_rows, output_logits, rms_norm, rotated
 from lpes_jax.rope import ROPE_TYPES, RopeParameters, RopeTable, cos_sin, rotate
 from lpes_jax.scoring import Scorer
@@ -111,7 +111,7 @@ def ours(model: lj.Llama, rows: list[list[int]]) -> tuple[list[np.ndarray], list
     plain, tokens, lengths = without_rope(model), padded(rows), jnp.array([len(row) for row in rows], jnp.int32)
     table = model.config.rope_table(tokens.shape[1] + NEW, jnp.array(FACTORS))
     logits = np.asarray(all_logits(plain, tokens, table))
-    new = greedy(plain, tokens, lengths, of_table(table), jnp.zeros(0, jnp.int32), NEW)
+    new = greedy(plain, tokens, lengths, table_method(table), jnp.zeros(0, jnp.int32), NEW)
     return [logits[i, : len(row)] for i, row in enumerate(rows)], np.asarray(new).tolist()
 
 

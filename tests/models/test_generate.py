@@ -9,7 +9,7 @@ import lpes_jax as lj
 from lpes_jax.generation import generate_ids
 from lpes_jax.models.llama import generate
 from lpes_jax.models.llama.attention import cached_attention
-from lpes_jax.models.llama.method import of_table
+from lpes_jax.models.llama.method import table_method
 from lpes_jax.rope import rope_table
 
 NEW = 10
@@ -126,7 +126,7 @@ def test_generation_ends_when_every_row_has_stopped(tiny_model, monkeypatch):
         tiny_model,
         jnp.array(prompts, jnp.int32),
         jnp.array([8, 8], jnp.int32),
-        of_table(rope_table(config.rope, config.head_dim, config.num_layers)),
+        table_method(rope_table(config.rope, config.head_dim, config.num_layers)),
         jnp.array(stop, jnp.int32),
         61,  # of no other test: it is compiled here, with the counter
     )

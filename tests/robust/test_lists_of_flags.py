@@ -70,7 +70,7 @@ def test_so_does_python():
 def test_two_slots_at_one_position_would_be_one_figure():
     task = KeyValue(num_pairs=300)
     assert slots_of(task, (), (0, 150, 299)) == [(0, 0), (150, 50), (299, 100)]
-    with pytest.raises(UserError, match="--slots 0 and 1 of 300 both stand at 0 %"):
+    with pytest.raises(UserError, match="--slots 0 and 1 of 300 are both at 0 %"):
         slots_of(task, (), (0, 1))
     with pytest.raises(UserError, match="--positions 50 50: 50 is repeated"):
         slots_of(task, (50, 50))

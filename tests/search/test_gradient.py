@@ -197,7 +197,7 @@ def test_loss_and_gradient_of_shared_prompts_are_those_of_separate_prompts(tiny_
     assert trees == [[0, 1, 2], [3, 4, 5, 6]]
     weights = np.random.default_rng(1).uniform(0.1, 1, 7).tolist()
     both = pack(prompts, weights, trees), pack(prompts, weights)
-    assert both[0].batch.trees.tokens.size < both[1].batch.trees.tokens.size / 2
+    assert both[0].batch.groups.tokens.size < both[1].batch.groups.tokens.size / 2
     assert [examples.trees_a_step(4) for examples in both] == [1, 4] and [examples.trees_a_step(6) for examples in both] == [
         2,
         6,

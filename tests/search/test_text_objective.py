@@ -7,7 +7,7 @@ import pytest
 from test_gradient import looks_of, prompts_of
 
 import lpes_jax as lj
-from lpes_jax.models.llama.method import of_table
+from lpes_jax.models.llama.method import table_method
 from lpes_jax.rope import RopeTable
 from lpes_jax.search.gradient import initial_state, text_loss
 from lpes_jax.search.minibatches import Data, pack
@@ -31,13 +31,15 @@ def windows_of(shape: tuple[int, int]) -> jax.Array:
 def test_the_loss_is_the_divergence_of_the_distributions(tiny_model, chunk):
     tokens, y = windows_of((2, 13)), np.array([1.5, 0.8, 2.0])
     own = tiny_model.config.rope_table(13)
-    found = token_divergence(tiny_model, tokens, of_table(divided(own, jnp.asarray(y))), tiny_model, of_table(own), chunk)
+    found = token_divergence(
+        tiny_model, tokens, table_method(divided(own, jnp.asarray(y))), tiny_model, table_method(own), chunk
+    )
     log_p, log_q = (
         np.asarray(jax.nn.log_softmax(lj.logits(tiny_model, tokens, factors)), np.float64)[:, :-1] for factors in (None, y)
     )
     np.testing.assert_allclose(found[:, 1:], (np.exp(log_p) * (log_p - log_q)).sum(axis=-1), rtol=1e-3, atol=1e-5)
     assert (np.asarray(found[:, 0]) == 0).all() and float(found[:, 1:].mean()) > 0.01
-    same = token_divergence(tiny_model, tokens, of_table(own), tiny_model, of_table(own), chunk)
+    same = token_divergence(tiny_model, tokens, table_method(own), tiny_model, table_method(own), chunk)
     np.testing.assert_allclose(same, 0, atol=1e-6)
 
 

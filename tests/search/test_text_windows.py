@@ -6,7 +6,7 @@ import pytest
 from test_gradient import looks_of, prompts_of, run
 
 from lpes_jax.errors import UserError
-from lpes_jax.models.llama.method import of_table
+from lpes_jax.models.llama.method import table_method
 from lpes_jax.rope import RopeTable
 from lpes_jax.search.gradient import initial_state, rises_within
 from lpes_jax.search.minibatches import Data, draws, pack, windows_a_step
@@ -75,7 +75,7 @@ def test_losses_of_lengths_count_alike_and_the_gate_is_by_quarter(tiny_model):
         return model, RopeTable(own.inv_freq / parameters["y"][:, None, None], own.attention_scaling)
 
     def in_quarters(parameters) -> list[float]:
-        nll = np.asarray(token_nll(model, texts[1], of_table(apply(model, parameters)[1])))[:, 1:]
+        nll = np.asarray(token_nll(model, texts[1], table_method(apply(model, parameters)[1])))[:, 1:]
         return [float(nll[:, first : first + 8].mean()) for first in range(0, 32, 8)]
 
     data = model, Data(train.tasks, texts), Data(held_back.tasks, texts), parameters, apply, lambda moved: moved

@@ -84,7 +84,7 @@ def test_search_and_test_share_no_key():
 
 @pytest.mark.parametrize("tokens", [100, 500, 2000])
 def test_as_many_sentences_as_a_length_holds(tokens):
-    task = Needle(num_keys=2).of_length(tokens, words)
+    task = Needle(num_keys=2).with_length(tokens, words)
     longest = [
         max(num_words(p.text + p.answers[0]) for p in prompts_of(Needle(n, 2)))
         for n in (task.num_sentences, task.num_sentences + 1)
@@ -106,6 +106,6 @@ def test_settings_that_cannot_be():
         with pytest.raises(UserError, match=message):
             Needle(**settings)
     with pytest.raises(UserError, match="--lengths: 20 tokens are too few"):
-        Needle().of_length(20, words)
+        Needle().with_length(20, words)
     with pytest.raises(UserError, match="need a --limit"):
         Needle().examples("test", None, seed=0)

@@ -5,7 +5,7 @@ from word_tokenizer import num_words, words
 
 from lpes_jax.errors import UserError
 from lpes_jax.tasks import make_task
-from lpes_jax.tasks.sizes import SETTINGS, of_length, without_haystack
+from lpes_jax.tasks.sizes import SETTINGS, with_length, without_haystack
 
 TASKS = [
     ("kv", {"num_pairs": 4, "queries_per_haystack": 4, "key_length": 8}),
@@ -20,7 +20,7 @@ TASKS = [
 @pytest.mark.parametrize(("name", "settings"), TASKS)
 @pytest.mark.parametrize("tokens", [400, 2000])
 def test_as_many_items_as_a_length_holds(name, settings, tokens):
-    task = of_length(make_task(name, **settings), tokens, words)
+    task = with_length(make_task(name, **settings), tokens, words)
     setting = SETTINGS[type(task)]
     lengths = []
     for more in (0, 3):
@@ -48,6 +48,6 @@ def test_the_fact_without_a_haystack_is_the_shortest_prompt(name, settings):
 
 def test_too_few_tokens_are_refused():
     with pytest.raises(UserError, match="--lengths: 30 tokens are too few for --task niah; its shortest prompts have"):
-        of_length(make_task("niah"), 30, words)
+        with_length(make_task("niah"), 30, words)
     with pytest.raises(TypeError, match="MultipleChoice|CommonWords"):
         without_haystack(make_task("cwe"))
