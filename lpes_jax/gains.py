@@ -31,7 +31,7 @@ def fold_gains(model: Llama, factors: LayerFactors, where: str = "factors") -> L
     unchanged.
 
     Raises:
-        UserError: The model already holds factors, the gains do not fit the model, or KV groups have different gains while one
+        UserError: The model already contains factors, the gains do not fit the model, or KV groups have different gains while one
             norm is shared by the queries of all heads (qwen3).
     """
     refuse_marked(model.config.mark, where)

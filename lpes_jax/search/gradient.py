@@ -205,7 +205,7 @@ def descend(
         settings: The settings of the descent.
         text: The settings of plain text.
         project: Projects parameters onto their box, after each step.
-        penalty: A term of the loss, from the parameters alone.
+        penalty: A term of the loss, from the parameters only.
         seed: Of the minibatches.
         resume: The state to continue from, as `on_look` got it.
         on_look: Called after each look, with the state to resume from.
