@@ -25,7 +25,7 @@ The caller defines the parameters: `apply(model, parameters)` gives the model an
 rematerialised in the backward pass, so memory does not grow with their number. The model is an argument of every compiled
 function. Each of several devices (the model's mesh) has a part of the minibatch and all parameters; gradients are summed.
 
-Letters: B trees, P prompts per tree, W windows of text, T tokens.
+Letters: B groups, P prompts per group, W windows of text, T tokens.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ from lpes_jax.models.llama.model import Llama
 from lpes_jax.models.llama.sharding import put_model
 from lpes_jax.rope import RopeTable
 from lpes_jax.scores import batch_scores
-from lpes_jax.search.minibatches import Data, Examples, Share, Windows, draws, spread, windows_a_step
+from lpes_jax.search.minibatches import Data, Examples, Share, Windows, draws, spread, windows_per_step
 from lpes_jax.settings.search import GradientSettings, TextSettings
 from lpes_jax.text_nll import token_divergence, token_nll
 
@@ -205,7 +205,7 @@ def descend(
         settings: The settings of the descent.
         text: The settings of plain text.
         project: Projects parameters onto their box, after each step.
-        penalty: A term of the loss, from the parameters alone.
+        penalty: A term of the loss, from the parameters only.
         seed: Of the minibatches.
         resume: The state to continue from, as `on_look` got it.
         on_look: Called after each look, with the state to resume from.
@@ -438,8 +438,8 @@ def _look(
     losses, accuracies, mean_text_loss = [], [], math.nan
     for index, examples in enumerate(held_back.tasks):
         scores = partial(_prompts_now, goal, mesh, model, examples, placed)
-        num_trees = examples.trees_a_step(settings.minibatch_size * held_back.part(index))
-        correct, log_p = _in_blocks(scores, mesh, len(examples.weights), num_trees)
+        num_groups = examples.groups_per_step(settings.minibatch_size * held_back.part(index))
+        correct, log_p = _in_blocks(scores, mesh, len(examples.weights), num_groups)
         weights = np.asarray(examples.weights, np.float64).ravel() / float(examples.weights.sum())
         losses.append(-float(weights @ log_p.ravel()))
         accuracies.append(float(weights @ correct.ravel()))
@@ -451,7 +451,7 @@ def _look(
         losses, accuracies = _by_task(held_back.shares, losses), _by_task(held_back.shares, accuracies)
     text_losses, quarters, divergences = [], (), []
     lengths = [windows.shape[1] for windows in held_back.texts]
-    for windows, size in zip(held_back.texts, windows_a_step(lengths, text.text_minibatch), strict=True):
+    for windows, size in zip(held_back.texts, windows_per_step(lengths, text.text_minibatch), strict=True):
         by_quarter = len(lengths) > 1 and windows.shape[1] == max(lengths)
         scores = partial(_text_now, goal, mesh, model, windows, placed, quarters=by_quarter)
         means, *more = _in_blocks(scores, mesh, len(windows), size)

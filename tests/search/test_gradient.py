@@ -21,7 +21,7 @@ from lpes_jax.search.algorithms import between_families, box_parameters, factors
 from lpes_jax.search.checks import check
 from lpes_jax.search.gradient import answer_loss, descend, initial_state, text_loss
 from lpes_jax.search.loop import SearchResult, search
-from lpes_jax.search.minibatches import Data, pack, prompts_of_a_tree, shared_trees
+from lpes_jax.search.minibatches import Data, pack, prompts_per_group, shared_groups
 from lpes_jax.search.plain_text import text_windows
 from lpes_jax.search.settings import lattice_of, search_space
 from lpes_jax.search.space import Space
@@ -176,15 +176,17 @@ def test_weights_are_in_the_loss_or_in_the_draws(pieces):
 
 
 def test_prompts_that_are_alike_are_grouped_where_that_halves_the_cost(tiny_config):
-    assert [prompts_of_a_tree(size) for size in (1, 2, 4, 8, 16, 24)] == [0, 1, 2, 4, 4, 6]
+    assert [prompts_per_group(size) for size in (1, 2, 4, 8, 16, 24)] == [0, 1, 2, 4, 4, 6]
     prompts = haystacks([5, 7, 3])
-    assert shared_trees(prompts, tiny_config, 4) == [[0, 1, 2], [3, 4], [5, 6, 7, 8], [9, 10, 11], [12, 13, 14]]
+    assert shared_groups(prompts, tiny_config, 4) == [[0, 1, 2], [3, 4], [5, 6, 7, 8], [9, 10, 11], [12, 13, 14]]
     mixed = [prompts[index] for index in (5, 0, 6, 1, 7, 2)]
-    assert shared_trees(mixed, tiny_config, 4) == [[0, 2, 4], [1, 3, 5]]
-    # Trees of two halve nothing, and neither do prompts that are alike up to their middle.
-    assert shared_trees(prompts[:4], tiny_config, 2) == shared_trees(haystacks([1] * 4), tiny_config, 4) == [[0], [1], [2], [3]]
+    assert shared_groups(mixed, tiny_config, 4) == [[0, 2, 4], [1, 3, 5]]
+    # Groups of two halve nothing, and neither do prompts that are alike up to their middle.
+    assert (
+        shared_groups(prompts[:4], tiny_config, 2) == shared_groups(haystacks([1] * 4), tiny_config, 4) == [[0], [1], [2], [3]]
+    )
     half = [EncodedPrompt(p.ids[:32] + [index] * 32, p.answers) for index, p in enumerate(prompts[:4])]
-    assert shared_trees(half, tiny_config, 4) == [[0], [1], [2], [3]]
+    assert shared_groups(half, tiny_config, 4) == [[0], [1], [2], [3]]
     # Two prompts a question: the border between questions goes where no haystack is cut.
     questions = haystacks([6, 6, 4])
     assert [between_families(questions, 2, border) for border in (2, 3, 4, 5, 6, 7)] == [3, 3, 3, 6, 6, 6]
@@ -193,12 +195,14 @@ def test_prompts_that_are_alike_are_grouped_where_that_halves_the_cost(tiny_conf
 
 def test_loss_and_gradient_of_shared_prompts_are_those_of_separate_prompts(tiny_model, tiny_config):
     prompts = haystacks([3, 4])
-    trees = shared_trees(prompts, tiny_config, 4)
-    assert trees == [[0, 1, 2], [3, 4, 5, 6]]
+    groups = shared_groups(prompts, tiny_config, 4)
+    assert groups == [[0, 1, 2], [3, 4, 5, 6]]
     weights = np.random.default_rng(1).uniform(0.1, 1, 7).tolist()
-    both = pack(prompts, weights, trees), pack(prompts, weights)
+    both = pack(prompts, weights, groups), pack(prompts, weights)
     assert both[0].batch.groups.tokens.size < both[1].batch.groups.tokens.size / 2
-    assert [examples.trees_a_step(4) for examples in both] == [1, 4] and [examples.trees_a_step(6) for examples in both] == [
+    assert [examples.groups_per_step(4) for examples in both] == [1, 4] and [
+        examples.groups_per_step(6) for examples in both
+    ] == [
         2,
         6,
     ]
