@@ -77,18 +77,20 @@ def main(folder: Path) -> None:
 def compared(target: str, seeds: dict[int, dict[str, Any]], scores: list[list[float]]) -> dict[str, Any]:
     """A method's seeds against the model as it is, on one target."""
     own = np.array(scores, float)
-    of_seeds: Float[np.ndarray, "N Q S"] = np.array([seeds[seed]["targets"][target]["scores"] for seed in sorted(seeds)], float)
-    difference = of_seeds.mean(axis=0) - own
+    scores_by_seed: Float[np.ndarray, "N Q S"] = np.array(
+        [seeds[seed]["targets"][target]["scores"] for seed in sorted(seeds)], float
+    )
+    difference = scores_by_seed.mean(axis=0) - own
     error = standard_error(difference)
     return {
         "baseline": float(own.mean()),
-        "found": float(of_seeds.mean()),
+        "found": float(scores_by_seed.mean()),
         "difference": float(difference.mean()),
         "standard_error": error,
         "interval": [float(difference.mean()) - 1.96 * error, float(difference.mean()) + 1.96 * error],
-        "p": paired_permutation_test(of_seeds.mean(axis=0), own),
+        "p": paired_permutation_test(scores_by_seed.mean(axis=0), own),
         "by_position": difference.mean(axis=0).tolist(),
-        "by_seed": of_seeds.mean(axis=(1, 2)).tolist(),
+        "by_seed": scores_by_seed.mean(axis=(1, 2)).tolist(),
     }
 
 

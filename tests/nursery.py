@@ -1,4 +1,4 @@
-"""Commands in processes of their own that start in a second, and their searches: for tests of what happens to processes.
+"""Commands in their own processes, which start within a second, and their searches: for tests of processes.
 
 A nursery has imported everything but lpes_jax and forks a process for each command: a start costs a second and not five. Its
 processes draw no pictures (the files are empty), compile with few optimisations, and have a compilation cache in common.
@@ -67,7 +67,7 @@ ALGORITHMS = {
 
 
 class Nursery:
-    """Starts commands; of each it knows the pid and where its output goes. `hub`: has the hub client, with its settings."""
+    """Starts commands, and knows the pid and the output file of each. `hub`: has the hub client, with its settings."""
 
     def __init__(self, model: Path, folder: Path, hub: bool = True):
         self.folder, self.model, self.commands = folder, model, 0

@@ -288,7 +288,7 @@ def test_groups_and_bands_of_one_shape_differ(tiny_model):
     assert float(jnp.abs(by_band - by_group).max()) > 0.1
 
 
-def test_group_factors_reach_their_heads_alone(tiny_model):
+def test_group_factors_reach_only_their_heads(tiny_model):
     """Silenced heads of group 1 leave a model in which the factors of group 1 do nothing, and those of group 0 do."""
     graph, state = nnx.split(tiny_model)
     silent = nnx.merge(graph, state)
@@ -354,7 +354,7 @@ def test_gradient_in_the_factors_equals_finite_differences(tiny_model):
 
 
 def test_bfloat16_is_close_to_float32(tiny_model):
-    """Weights and activations of eight bits: logits agree to a few percent of their spread, and where the argmax is clear."""
+    """Weights and activations of eight bits: logits agree to a few percent of their spread, as do clear argmaxes."""
     tokens, factors = tokens_of(4, 64), jnp.array([1.0, 1.5, 2.0])
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tiny_model)
     wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), rounded)  # the same weights
@@ -370,7 +370,7 @@ def test_bfloat16_is_close_to_float32(tiny_model):
     assert (short.argmax(-1) == exact.argmax(-1))[clear].mean() > 0.98
 
 
-def test_bfloat16_leaves_the_tables_alone(tiny_model):
+def test_bfloat16_does_not_change_the_tables(tiny_model):
     """Casting every weight casts no position: the tables are no part of the model."""
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tiny_model)
     np.testing.assert_array_equal(table_of(rounded).inv_freq, table_of(tiny_model).inv_freq)

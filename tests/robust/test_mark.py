@@ -1,4 +1,4 @@
-"""A model that holds factors already says so everywhere, and takes none a second time, by whatever door they come."""
+"""A model that already contains factors says so everywhere, and every verb and function refuses more."""
 
 import json
 import sys
@@ -48,7 +48,7 @@ def folded(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture(scope="module")
 def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A .gguf file that holds gains; factors for it lie beside it."""
+    """A .gguf file that contains gains, and factors for it."""
     folder = tmp_path_factory.mktemp("patched")
     patch_gguf(write_model(folder / "m.gguf", context_length=2048), folder / "m-lpes.gguf", OF_GGUF)
     OF_GGUF.save(folder / "f.json")
@@ -113,7 +113,7 @@ def test_every_verb(request, form, sha256, capsys, monkeypatch):
 
 
 def test_a_folder_with_code_of_its_own(model_folder, tmp_path, capsys):
-    """lpes_jax does not run modeling_lpes.py: it names the mark, and not the unknown type of model alone."""
+    """lpes_jax does not run modeling_lpes.py: it names the mark, and not only the unknown type of model."""
     found = lj.LayerFactors(np.array([1.0, 1.5, 2.0]), gains=GAINS.gains)
     found.save(tmp_path / "f.json")
     paths = {"factors": tmp_path / "f.json", "output_path": tmp_path / "coded"}

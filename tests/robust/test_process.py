@@ -1,4 +1,4 @@
-"""Commands and what surrounds them: signals at any moment, the environment of a shell, flags in a colour terminal."""
+"""Commands and their surroundings: signals at any moment, the environment of a shell, flags in a colour terminal."""
 
 import os
 import pty
