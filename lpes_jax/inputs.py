@@ -31,7 +31,7 @@ def checked_tokens(model: Llama, tokens: Any, what: str = "tokens") -> Int[Array
             f"{tokens.dtype}"
         )
     if not is_traced(tokens):
-        check_ids(model, np.asarray(tokens), f"{what} hold")
+        check_ids(model, np.asarray(tokens), f"{what} contain")
     return jnp.asarray(tokens, jnp.int32)
 
 

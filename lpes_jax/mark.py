@@ -58,4 +58,4 @@ class Mark:
 def refuse_marked(mark: Mark | None, where: str = "factors") -> None:
     """Raise UserError if the model already contains factors; `where` names the factors that would be applied again."""
     if mark is not None:
-        raise UserError(f"{where}: the model already holds {mark}; use the model that it was exported from")
+        raise UserError(f"{where}: the model already contains {mark}; use the model that it was exported from")

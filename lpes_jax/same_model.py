@@ -83,7 +83,7 @@ def check_model(
         either hash is missing; `differs`, the differences in words; and `other_model`.
 
     Raises:
-        UserError: The model already holds factors, the factors' shape does not fit, or they belong to another model and
+        UserError: The model already contains factors, the factors' shape does not fit, or they belong to another model and
             `other_model` is False.
     """
     if not factors.changes_nothing:

@@ -96,7 +96,7 @@ def _decoder(model: torch.nn.Module) -> Any:
     for module in model.modules():
         if hasattr(module, "layers") and hasattr(module, "rotary_emb"):
             if (mark := getattr(module.config, MARK_KEY, None)) is not None:
-                raise ValueError(f"the model already holds factors (sha256 {mark['factors_sha256']:.8}); it needs no others")
+                raise ValueError(f"the model already contains factors (sha256 {mark['factors_sha256']:.8}); it needs no others")
             if module.config.model_type in MODEL_TYPES:
                 return module
             raise ValueError(f"model_type {module.config.model_type!r} is not supported; supported: {', '.join(MODEL_TYPES)}")

@@ -25,7 +25,7 @@ from lpes_jax.search.fitness import Fitness
 from lpes_jax.search.genetic import CROSSOVER, FAILED_CROSSOVER, INITIAL, MUTATION, Lineage, PaperGA
 from lpes_jax.search.gradient import Apply, Look, LossNotFinite, Parameters, State, descend, initial_state
 from lpes_jax.search.individuals import Individuals
-from lpes_jax.search.minibatches import Data, Examples, Share, by_length, pack, prompts_of_a_tree, shared_trees, sizes
+from lpes_jax.search.minibatches import Data, Examples, Share, by_length, pack, prompts_per_group, shared_groups, sizes
 from lpes_jax.search.objective import Group
 from lpes_jax.search.plain_text import split_windows
 from lpes_jax.search.settings import check_gradient, lattice_of
@@ -268,11 +268,11 @@ class Gradient:
     ) -> tuple[Data, Data, int]:
         """The training data, the held-back data (the last questions and windows), and the tokens of the longest prompt.
 
-        If prompts share trees, all prompts of a haystack are on one side. Prompts of different lengths are packed in few
+        If prompts share prefixes, all prompts of a haystack are on one side. Prompts of different lengths are packed in few
         shapes.
         """
-        kept_share, held_back_tree = self.gradient.validation_share, self.gradient.minibatch_size
-        share, train_tree = self.gradient.weights_in == "loss", prompts_of_a_tree(held_back_tree)
+        kept_share, held_back_most = self.gradient.validation_share, self.gradient.minibatch_size
+        share, train_most = self.gradient.weights_in == "loss", prompts_per_group(held_back_most)
         train, held_back, longest = _Packs(groups), _Packs(groups), 0
         for number, own_prompts in enumerate(prompts):
             weights = groups[number].weights if groups else own_weights
@@ -288,12 +288,12 @@ class Gradient:
             if groups:
                 encoded = [shortest_gold(*pair) for pair in zip(own_prompts, encoded, strict=True)]
             border = questions - held_back_count
-            if share and len(shared_trees(encoded, model.config, train_tree)) < len(encoded):
+            if share and len(shared_groups(encoded, model.config, train_most)) < len(encoded):
                 border = between_families(encoded, num_positions, border)
             border *= num_positions
             lengths = [prompt.num_items for prompt in own_prompts]
             for part, most, data in (
-                (slice(border), train_tree, train), (slice(border, None), held_back_tree, held_back),
+                (slice(border), train_most, train), (slice(border, None), held_back_most, held_back),
             ):  # fmt: skip
                 data.add(number, encoded[part], lengths[part], weights, model.config, most if share else None)
             longest = max(longest, *(len(prompt.ids) + max(map(len, prompt.answers)) for prompt in encoded))
@@ -323,15 +323,15 @@ class _Packs:
         config: LlamaConfig,
         most: int | None,
     ) -> None:
-        """Add a task's prompts, question by question, at most `most` per tree (None: no trees), in few shapes by `lengths`."""
+        """Add a task's prompts, question by question, `most` per group (None: no groups), in few shapes by `lengths`."""
         num_positions = len(weights)
         questions = [[index] for index in range(len(prompts) // num_positions)]
         groups = [list(range(len(questions)))] if len(set(lengths)) == 1 else by_length(lengths[::num_positions])
         for group in groups:
             indices = [question * num_positions + position for question in group for position in range(num_positions)]
             chosen = [prompts[index] for index in indices]
-            trees = None if most is None else shared_trees(chosen, config, most)
-            self.examples.append(pack(chosen, list(weights) * len(group), trees))
+            shared = None if most is None else shared_groups(chosen, config, most)
+            self.examples.append(pack(chosen, list(weights) * len(group), shared))
             self.parts.append((task, len(group) / len(questions)))
 
     def data(self, texts: Sequence[Int[np.ndarray, "_W _T"]] | None) -> Data:

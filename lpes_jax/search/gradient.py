@@ -25,7 +25,7 @@ The caller defines the parameters: `apply(model, parameters)` gives the model an
 rematerialised in the backward pass, so memory does not grow with their number. The model is an argument of every compiled
 function. Each of several devices (the model's mesh) has a part of the minibatch and all parameters; gradients are summed.
 
-Letters: B trees, P prompts per tree, W windows of text, T tokens.
+Letters: B groups, P prompts per group, W windows of text, T tokens.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ from lpes_jax.models.llama.model import Llama
 from lpes_jax.models.llama.sharding import put_model
 from lpes_jax.rope import RopeTable
 from lpes_jax.scores import batch_scores
-from lpes_jax.search.minibatches import Data, Examples, Share, Windows, draws, spread, windows_a_step
+from lpes_jax.search.minibatches import Data, Examples, Share, Windows, draws, spread, windows_per_step
 from lpes_jax.settings.search import GradientSettings, TextSettings
 from lpes_jax.text_nll import token_divergence, token_nll
 
@@ -205,7 +205,7 @@ def descend(
         settings: The settings of the descent.
         text: The settings of plain text.
         project: Projects parameters onto their box, after each step.
-        penalty: A term of the loss, from the parameters alone.
+        penalty: A term of the loss, from the parameters only.
         seed: Of the minibatches.
         resume: The state to continue from, as `on_look` got it.
         on_look: Called after each look, with the state to resume from.
@@ -258,13 +258,20 @@ def descend(
             parameters, moments = jax.tree.map(jnp.asarray, to_host((parameters, moments)))
             seen = look(number, train_loss, parameters, state)
             if not (math.isfinite(seen.train_loss) and math.isfinite(seen.loss)):
-                raise LossNotFinite(f"the loss is not finite after {number} steps; lower --learning-rate or narrow the bounds")
+                raise LossNotFinite(_what_is_not_finite(number, parameters))
             better = seen.allowed and seen.loss < state.best.loss
             best, since_best = (seen, 0) if better else (state.best, state.looks_since_best + 1)
             state = State(number, parameters, moments, state.first_text_loss, best, since_best, state.first_text_quarters)
             on_look(seen, state)
             losses = []
     return state.best
+
+
+def _what_is_not_finite(step: int, parameters: Parameters) -> str:
+    """Adam moves parameters out of the finite numbers only by a gradient that is not finite, for which no flag is to blame."""
+    if all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(parameters)):
+        return f"the loss is not finite after {step} steps; lower --learning-rate or narrow the bounds"
+    return f"the gradient is not finite within the first {step} steps, though the loss was; try --dtype float32"
 
 
 @contextlib.contextmanager
@@ -431,8 +438,8 @@ def _look(
     losses, accuracies, mean_text_loss = [], [], math.nan
     for index, examples in enumerate(held_back.tasks):
         scores = partial(_prompts_now, goal, mesh, model, examples, placed)
-        num_trees = examples.trees_a_step(settings.minibatch_size * held_back.part(index))
-        correct, log_p = _in_blocks(scores, mesh, len(examples.weights), num_trees)
+        num_groups = examples.groups_per_step(settings.minibatch_size * held_back.part(index))
+        correct, log_p = _in_blocks(scores, mesh, len(examples.weights), num_groups)
         weights = np.asarray(examples.weights, np.float64).ravel() / float(examples.weights.sum())
         losses.append(-float(weights @ log_p.ravel()))
         accuracies.append(float(weights @ correct.ravel()))
@@ -444,7 +451,7 @@ def _look(
         losses, accuracies = _by_task(held_back.shares, losses), _by_task(held_back.shares, accuracies)
     text_losses, quarters, divergences = [], (), []
     lengths = [windows.shape[1] for windows in held_back.texts]
-    for windows, size in zip(held_back.texts, windows_a_step(lengths, text.text_minibatch), strict=True):
+    for windows, size in zip(held_back.texts, windows_per_step(lengths, text.text_minibatch), strict=True):
         by_quarter = len(lengths) > 1 and windows.shape[1] == max(lengths)
         scores = partial(_text_now, goal, mesh, model, windows, placed, quarters=by_quarter)
         means, *more = _in_blocks(scores, mesh, len(windows), size)

@@ -166,7 +166,7 @@ def search(
     with RunFolder(settings.run.output_path, record, settings.run.resume, settings.run.overwrite) as folder:
         if (complete := hosts.from_first(lambda: _complete_result(folder))) is not None:
             return complete
-        message = f"interrupted; what was scored is in {folder.path}: the same command with --resume goes on from there"
+        message = f"interrupted; what was scored is in {folder.path}: the same command with --resume continues from there"
         with process.saying(lambda: message):
             with SearchProgress(total) as progress:
                 with GracefulStop() as stop:

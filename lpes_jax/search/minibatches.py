@@ -1,18 +1,18 @@
-"""The training data of a gradient descent: prompts in trees, windows of plain text, and minibatches of both.
+"""The training data of a gradient descent: prompts in groups, windows of plain text, and minibatches of both.
 
-A tree contains prompts with one shared prefix, such as several questions about the same pairs (`shared_trees`). A step takes
-whole trees, with about `minibatch_size` prompts in all. Trees do not change the loss of given prompts. They do change which
-prompts meet in a step. Let g be the haystack's part of the variance of a prompt's gradient. A step of k trees of m prompts has
+A group contains prompts with one shared prefix, such as several questions about the same pairs (`shared_groups`). A step takes
+whole groups, with about `minibatch_size` prompts in all. Groups do not change the loss of given prompts. They do change which
+prompts meet in a step. Let g be the haystack's part of the variance of a prompt's gradient. A step of k groups of m prompts has
 a variance of (g + (1 - g) / m) / k and costs k prompts and k m ends. With g = 0.1 (measured with the bundled model: 0.00 ±
-0.07) and ends of 5 %, 5 trees of 5 have 1.3 times the variance of 24 prompts with 24 haystacks, at a quarter of the cost;
-2 trees of 12 have 2.1 times the variance, at an eighth. The variance also bounds the learning rate. So a tree has at most a
-quarter of a minibatch: a step has at least four trees (two, for minibatches below 16). The prompts of a question follow each
-other in a tree, so a tree has all positions about equally often. Each prompt is its own tree if trees would not halve the cost
-(for example if each question has its own pairs), or if prompts are drawn by weight.
+0.07) and ends of 5 %, 5 groups of 5 have 1.3 times the variance of 24 prompts with 24 haystacks, at a quarter of the cost;
+2 groups of 12 have 2.1 times the variance, at an eighth. The variance also bounds the learning rate. So a group has at most a
+quarter of a minibatch: a step has at least four groups (two, for minibatches below 16). The prompts of a question follow each
+other in a group, so a group has all positions about equally often. Each prompt is its own group if grouping would not halve the
+cost (for example if each question has its own pairs), or if prompts are drawn by weight.
 
-Each of several devices has a part of a minibatch, padded with trees and windows of weight 0: see `spread`.
+Each of several devices has a part of a minibatch, padded with groups and windows of weight 0: see `spread`.
 
-Letters: N prompts, B trees, P prompts per tree, R rows per prompt (its admitted answers), W windows of text, T tokens.
+Letters: N prompts, B groups, P prompts per group, R rows per prompt (its admitted answers), W windows of text, T tokens.
 """
 
 import math
@@ -35,9 +35,9 @@ from lpes_jax.tasks.prompts import EncodedPrompt
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Examples:
-    """Prompts of one task in trees, R rows per prompt; `is_row` marks those with an answer, others are padding.
+    """Prompts of one task in groups, R rows per prompt; `is_row` marks those with an answer, others are padding.
 
-    A tree with fewer than P prompts is padded with prompts of weight 0 and log p = 0.
+    A group with fewer than P prompts is padded with prompts of weight 0 and log p = 0.
     """
 
     batch: Batch
@@ -48,10 +48,10 @@ class Examples:
     def is_prompt(self) -> Bool[Array, "B P"]:
         return self.batch.is_answer.any(axis=2).reshape(self.is_row.shape).any(axis=2)
 
-    def trees_a_step(self, minibatch_size: int | float) -> int:
-        """The number of trees that have about `minibatch_size` prompts: at least one, at most all."""
-        num_trees = len(self.weights)
-        return min(num_trees, max(1, round(minibatch_size * num_trees / int(self.is_prompt.sum()))))
+    def groups_per_step(self, minibatch_size: int | float) -> int:
+        """The number of groups that have about `minibatch_size` prompts: at least one, at most all."""
+        num_groups = len(self.weights)
+        return min(num_groups, max(1, round(minibatch_size * num_groups / int(self.is_prompt.sum()))))
 
     def __getitem__(self, indices: Int[Array, "n"]) -> "Examples":
         return Examples(jax.tree.map(lambda leaf: leaf[indices], self.batch), self.is_row[indices], self.weights[indices])
@@ -106,45 +106,47 @@ class Windows(NamedTuple):
 
 
 def sizes(train: Data, held_back: Data, minibatch_size: int) -> dict[str, float]:
-    """For the record: prompts (a mean) and trees per step, and held-back prompts, of all tasks together."""
-    trees = [examples.trees_a_step(minibatch_size * train.part(index)) for index, examples in enumerate(train.tasks)]
+    """For the record: prompts (a mean) and groups per step, and held-back prompts, of all tasks together."""
+    groups = [examples.groups_per_step(minibatch_size * train.part(index)) for index, examples in enumerate(train.tasks)]
     prompts = [
         count * int(examples.is_prompt.sum()) / len(examples.weights)
-        for count, examples in zip(trees, train.tasks, strict=True)
+        for count, examples in zip(groups, train.tasks, strict=True)
     ]
     held = sum(int(examples.is_prompt.sum()) for examples in held_back.tasks)
-    return {"prompts_a_step": sum(prompts), "trees_a_step": sum(trees), "prompts_a_look": held}
+    return {"prompts_a_step": sum(prompts), "trees_a_step": sum(groups), "prompts_a_look": held}
 
 
-def shared_trees(prompts: Sequence[EncodedPrompt], config: LlamaConfig, most: int) -> list[list[int]]:
-    """The indices of the prompts of each tree, in order: at most `most` with one shared prefix, in trees of similar size.
+def shared_groups(prompts: Sequence[EncodedPrompt], config: LlamaConfig, most: int) -> list[list[int]]:
+    """The indices of the prompts of each group, in order: at most `most` with one shared prefix, in groups of similar size.
 
-    Each prompt is its own tree unless trees, all padded to the largest, cost at most half as much.
+    Each prompt is its own group unless groups, all padded to the largest, cost at most half as much.
     """
     rows = [(prompt.ids, prompt.answers[0]) for prompt in prompts]
     cut = [part.tolist() for family in families(rows) for part in np.array_split(family, math.ceil(len(family) / max(1, most)))]
     single = [[index] for index in range(len(rows))]
 
-    def cost(trees: list[list[int]]) -> float:
-        prefix, branches = (max(widths) for widths in zip(*(make_group(rows, members).shape for members in trees), strict=True))
-        return len(trees) * Costs.of(config, jax.default_backend()).group(prefix, branches)
+    def cost(groups: list[list[int]]) -> float:
+        prefix, branches = (
+            max(widths) for widths in zip(*(make_group(rows, members).shape for members in groups), strict=True)
+        )
+        return len(groups) * Costs.of(config, jax.default_backend()).group(prefix, branches)
 
     return cut if len(cut) < len(single) and cost(cut) <= cost(single) / 2 else single
 
 
-def prompts_of_a_tree(minibatch_size: int) -> int:
-    """The most prompts per tree: see the top of this file."""
+def prompts_per_group(minibatch_size: int) -> int:
+    """The most prompts per group: see the top of this file."""
     return max(minibatch_size // 4, min(minibatch_size // 2, 4))
 
 
 def pack(
     prompts: Sequence[EncodedPrompt],
     weights: Sequence[float],
-    trees: Sequence[Sequence[int]] | None = None,
+    groups: Sequence[Sequence[int]] | None = None,
     *,
     most_answers: int = 2,
 ) -> Examples:
-    """Trees, padded to one shape.
+    """Groups, padded to one shape.
 
     Every prompt has as many rows as the one with the most answers, but at most `most_answers`: one question with thirteen
     admitted answers (lost-in-the-middle's file has one) must not raise the cost of all others. The first answers are the usual
@@ -153,11 +155,11 @@ def pack(
     Args:
         prompts: All prompts.
         weights: The weight of each prompt.
-        trees: The indices of the prompts of each tree. None: each prompt is its own tree.
+        groups: The indices of the prompts of each group. None: each prompt is its own group.
         most_answers: The most rows per prompt.
 
     Returns:
-        The trees, in the order of `trees`.
+        The groups, in the order of `groups`.
     """
     admitted = [prompt.answers[:most_answers] for prompt in prompts]
     most = max(map(len, admitted))
@@ -166,7 +168,7 @@ def pack(
         for prompt, answers in zip(prompts, admitted, strict=True)
         for answer in answers + [answers[0]] * (most - len(answers))
     ]
-    members = [[index] for index in range(len(prompts))] if trees is None else trees
+    members = [[index] for index in range(len(prompts))] if groups is None else groups
     is_row = np.zeros((len(members), max(map(len, members)), most), bool)
     is_row[:, :, 0] = True  # padding, too: its log p is 0, and not NaN
     prompt_weights, packed = np.zeros(is_row.shape[:2], np.float32), []
@@ -183,17 +185,17 @@ def pack(
 def draws(
     train: Data, *, minibatch_size: int, text_minibatch: int, by_weight: bool, seed: int
 ) -> Iterator[tuple[list[Examples], list[Windows]]]:
-    """Endless minibatches of each task, and of the text of each length (`windows_a_step`)."""
+    """Endless minibatches of each task, and of the text of each length (`windows_per_step`)."""
     task_draws = [
         _minibatches(
             len(examples.weights),
-            examples.trees_a_step(minibatch_size * train.part(index)),
+            examples.groups_per_step(minibatch_size * train.part(index)),
             seed + index,
             np.asarray(examples.weights.sum(axis=1), np.float64) if by_weight else None,
         )
         for index, examples in enumerate(train.tasks)
     ]
-    counts = windows_a_step([windows.shape[1] for windows in train.texts], text_minibatch)
+    counts = windows_per_step([windows.shape[1] for windows in train.texts], text_minibatch)
     text_draws = [
         _minibatches(len(windows), count, seed + len(task_draws) + index)
         for index, (windows, count) in enumerate(zip(train.texts, counts, strict=True))
@@ -203,7 +205,7 @@ def draws(
         yield tasks, [Windows(text[jnp.asarray(next(indices))]) for text, indices in zip(train.texts, text_draws, strict=True)]
 
 
-def windows_a_step(lengths: Sequence[int], text_minibatch: int) -> list[int]:
+def windows_per_step(lengths: Sequence[int], text_minibatch: int) -> list[int]:
     """The number of windows of each length per step.
 
     All together have about as many tokens as `text_minibatch` windows of the longest. Each length has about equally many
@@ -213,9 +215,9 @@ def windows_a_step(lengths: Sequence[int], text_minibatch: int) -> list[int]:
 
 
 def spread(minibatch: tuple[list[Examples], list[Windows]], mesh: Mesh) -> tuple[list[Examples], list[Windows]]:
-    """Put a minibatch on a mesh. All shards of the population axis get equally many trees, and equally many windows.
+    """Put a minibatch on a mesh. All shards of the population axis get equally many groups, and equally many windows.
 
-    Padding is copies of the first tree, without weight or answers, and of the first window, which do not count. On one device
+    Padding is copies of the first group, without weight or answers, and of the first window, which do not count. On one device
     nothing is padded.
     """
     if mesh.size == 1:

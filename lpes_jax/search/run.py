@@ -172,7 +172,7 @@ def _report(
     shown.append(
         f"{search['individuals']} individuals, {search['evaluations']} scored by the model, "
         f"{search['prompts_scored']:,} prompts scored, {search['seconds']:.0f} s. "
-        f"'{PLAIN}' has no forced opener behind the prompt; p is against '{BASELINE}', over questions."
+        f"'{PLAIN}' has no forced opener after the prompt; p is against '{BASELINE}', over questions."
     )
     shown += [_winners_curse(result.selection), f"run folder: {folder}"]
     return text, pictures | drawn_numbers, shown

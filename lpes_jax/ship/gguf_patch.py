@@ -191,7 +191,7 @@ def _shared_rates(factors: LayerFactors, config: LlamaConfig, where: str) -> Flo
     if (rates != rates[0]).any():
         raise UserError(
             f"{where}: its factors differ by layer or KV group, and a .gguf file has one RoPE for all; give --to hf, which "
-            "writes code that has them, --to hf-hook, or gains alone (search --learn gains)"
+            "writes code that has them, --to hf-hook, or only gains (search --learn gains)"
         )
     return rates[0]
 
@@ -220,7 +220,7 @@ def _linear_scaling(
     if (rates != rates[0]).any():
         raise UserError(
             f"{where}: its factors differ by frequency, and llama.cpp reads no divisors of frequencies for models of type "
-            f"{architecture}; give --to hf, --to hf-hook, or gains alone (search --learn gains)"
+            f"{architecture}; give --to hf, --to hf-hook, or only gains (search --learn gains)"
         )
     scaling = f"{architecture}.rope.scal"  # rope.scaling.*, and rope.scale_linear, its older name
     own = [key for key in gguf.metadata if key.startswith(scaling)]

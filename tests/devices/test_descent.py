@@ -14,7 +14,7 @@ from lpes_jax.models.llama.sharding import put_model
 from lpes_jax.search import gradient
 from lpes_jax.search.algorithms import box_parameters, factors_applied
 from lpes_jax.search.gradient import Look
-from lpes_jax.search.minibatches import Data, pack, shared_trees
+from lpes_jax.search.minibatches import Data, pack, shared_groups
 from lpes_jax.search.settings import search_space
 from lpes_jax.settings.search import GradientSettings, SearchSettings, TextSettings
 
@@ -23,8 +23,8 @@ pytestmark = pytest.mark.promotes  # optax
 
 def test_eight_devices_descend_as_one_by_either_partitioner(model_folder: Path, monkeypatch: pytest.MonkeyPatch):
     model, prompts = lj.load_model(str(model_folder), "float32"), haystacks([3, 4, 3])
-    trees = shared_trees(prompts, model.config, 4)
-    train = Data([pack(prompts, np.linspace(0.1, 1, 10).tolist(), trees)], jnp.arange(120, dtype=jnp.int32).reshape(3, 40))
+    groups = shared_groups(prompts, model.config, 4)
+    train = Data([pack(prompts, np.linspace(0.1, 1, 10).tolist(), groups)], jnp.arange(120, dtype=jnp.int32).reshape(3, 40))
     settings = SearchSettings.of(curve="free", min_factor=0.9, max_factor=1.2)
     space = search_space(settings, model.config, range(3))
     parameters, project, values = box_parameters(settings.gradient, space)
@@ -57,7 +57,7 @@ def test_eight_devices_descend_as_one_by_either_partitioner(model_folder: Path, 
 def test_eight_devices_measure_the_divergence_of_text_as_one(model_folder: Path):
     model, prompts = lj.load_model(str(model_folder), "float32"), haystacks([3, 4])
     text = jnp.arange(120, dtype=jnp.int32).reshape(3, 40)
-    train = Data([pack(prompts, [1.0] * 7, shared_trees(prompts, model.config, 4))], text)
+    train = Data([pack(prompts, [1.0] * 7, shared_groups(prompts, model.config, 4))], text)
     space = search_space(SearchSettings.of(curve="free", min_factor=0.9, max_factor=1.2), model.config, range(3))
     parameters, project, values = box_parameters(GradientSettings(), space)
     apply = factors_applied(space, values, model.config.rope_table(96))

@@ -16,6 +16,7 @@ from lpes_jax.models.llama.attention import (
     cached_attention,
     causal_attention,
     one_kernel,
+    with_even_length,
 )
 from lpes_jax.models.llama.model import hidden_states, output_logits
 from lpes_jax.rope import RopeParameters, RopeTable, inverse_frequencies, rope_table, scale_layers
@@ -110,6 +111,25 @@ def test_windows_of_cudnn_are_ours(window):
 
     assert "cudnn" in attend.lower(q[None], k[None], v[None]).as_text()
     np.testing.assert_allclose(np.asarray(attend(q[None], k[None], v[None])[0], np.float64), wanted, atol=0.06)
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 8])
+def test_odd_lengths_are_padded_to_even_ones(length):
+    """As for cuDNN, which refuses gradients of odd lengths; values and gradients are those without padding."""
+    q, k, v = qkv(2, length, 4, 2, 16)
+    lengths = []
+
+    def even_alone(q, k, v):
+        lengths.append(q.shape[1])
+        return blocked_attention(q, k, v)
+
+    def total(attend, q, k, v):
+        return (attend(q, k, v) ** 2).sum()
+
+    runs = (partial(with_even_length, even_alone), blocked_attention)
+    found, wanted = (jax.value_and_grad(partial(total, attend), (0, 1, 2))(q, k, v) for attend in runs)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), found, wanted)
+    assert set(lengths) == {length + length % 2}
 
 
 def test_one_kernel_is_the_masked_attention_under_vmap_and_in_gradients():

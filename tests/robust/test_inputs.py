@@ -32,7 +32,7 @@ def tokenizer(model_folder):
 def test_ids_without_an_embedding_are_refused_at_every_door(tiny_model, bad):
     said = f"the id {bad}, but the model's embedding has 300 rows, 0 to 299"
     for tokens in (jnp.array([[1, bad]]), np.array([[1, bad]]), [[bad]]):
-        with pytest.raises(lj.UserError, match=f"tokens hold {said}"):
+        with pytest.raises(lj.UserError, match=f"tokens contain {said}"):
             lj.logits(tiny_model, tokens)
     with pytest.raises(lj.UserError, match=said):
         generate_ids(tiny_model, [[1], [2, bad]], max_new_tokens=1)

@@ -20,7 +20,7 @@ def looks_of(pieces, settings: GradientSettings, text: TextSettings = NO_TEXT, *
 
 
 def haystacks(sizes: list[int], seed: int = 0) -> list[EncodedPrompt]:
-    """So many questions about each haystack, with one or two answers; each is a prompt."""
+    """`sizes[i]` questions about haystack i, with one or two answers; each is a prompt."""
     rng = np.random.default_rng(seed)
 
     def ids(length: int) -> list[int]:

@@ -12,16 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from descents import haystacks, looks_of
+from test_loop import Analytic, scored_as
 
 from lpes_jax.errors import UserError
 from lpes_jax.factors import LayerFactors
 from lpes_jax.models.llama import Llama
 from lpes_jax.rope import RopeTable
+from lpes_jax.search import loop
 from lpes_jax.search.algorithms import between_families, box_parameters, factors_applied
 from lpes_jax.search.checks import check
 from lpes_jax.search.gradient import answer_loss, descend, initial_state, text_loss
 from lpes_jax.search.loop import SearchResult, search
-from lpes_jax.search.minibatches import Data, pack, prompts_of_a_tree, shared_trees
+from lpes_jax.search.minibatches import Data, pack, prompts_per_group, shared_groups
 from lpes_jax.search.plain_text import text_windows
 from lpes_jax.search.settings import lattice_of, search_space
 from lpes_jax.search.space import Space
@@ -44,6 +46,7 @@ SMALL = {
     "minibatch_size": 3,
 }
 SIZES = {"minibatch_size": 6, "learning_rate": 0.003}
+loss_of, text_loss_of = jax.jit(answer_loss), jax.jit(text_loss)  # one program each, not one per operation
 
 
 def prompts_of(seed: int, count: int = 6) -> list[EncodedPrompt]:
@@ -135,7 +138,7 @@ def test_descent_lowers_the_loss_stays_in_the_box_and_keeps_the_best_look(pieces
         assert (measured.parameters["y"] >= 0.9).all() and (measured.parameters["y"] <= 1.2).all()
         assert measured.loss == pytest.approx(measured.task_losses[0]) and 0 <= measured.accuracies[0] <= 1
     # The loss of a look is the weighted mean of -log p, here against the objective that steps see.
-    assert looks[0].loss == pytest.approx(float(answer_loss(model, train.tasks[0], apply(model, parameters)[1])), rel=1e-5)
+    assert looks[0].loss == pytest.approx(float(loss_of(model, train.tasks[0], apply(model, parameters)[1])), rel=1e-5)
 
 
 def test_patience_ends_early_and_a_resumed_descent_is_the_uninterrupted_one(pieces):
@@ -166,25 +169,27 @@ def test_weights_are_in_the_loss_or_in_the_draws(pieces):
     never = pack(prompts, [0.0, 0.0, 0.5, 0.0, 0.5, 0.5])
     separate = pack([prompts[2], prompts[4], prompts[5]], [1.0, 1.0, 1.0])
     table = apply(model, parameters)[1]
-    assert float(answer_loss(model, never, table)) == pytest.approx(float(answer_loss(model, separate, table)), rel=1e-5)
+    assert float(loss_of(model, never, table)) == pytest.approx(float(loss_of(model, separate, table)), rel=1e-5)
     # Prompts that are never drawn: three remain, and a minibatch is three.
     by_draws, _ = looks_of(
         (model, Data([never]), held_back, parameters, apply, project),
         GradientSettings(minibatch_size=3, steps=1, look_every=1, weights_in="sampling"),
     )
-    assert by_draws[1].train_loss == pytest.approx(float(answer_loss(model, separate, table)), rel=1e-5)
+    assert by_draws[1].train_loss == pytest.approx(float(loss_of(model, separate, table)), rel=1e-5)
 
 
 def test_prompts_that_are_alike_are_grouped_where_that_halves_the_cost(tiny_config):
-    assert [prompts_of_a_tree(size) for size in (1, 2, 4, 8, 16, 24)] == [0, 1, 2, 4, 4, 6]
+    assert [prompts_per_group(size) for size in (1, 2, 4, 8, 16, 24)] == [0, 1, 2, 4, 4, 6]
     prompts = haystacks([5, 7, 3])
-    assert shared_trees(prompts, tiny_config, 4) == [[0, 1, 2], [3, 4], [5, 6, 7, 8], [9, 10, 11], [12, 13, 14]]
+    assert shared_groups(prompts, tiny_config, 4) == [[0, 1, 2], [3, 4], [5, 6, 7, 8], [9, 10, 11], [12, 13, 14]]
     mixed = [prompts[index] for index in (5, 0, 6, 1, 7, 2)]
-    assert shared_trees(mixed, tiny_config, 4) == [[0, 2, 4], [1, 3, 5]]
-    # Trees of two halve nothing, and neither do prompts that are alike up to their middle.
-    assert shared_trees(prompts[:4], tiny_config, 2) == shared_trees(haystacks([1] * 4), tiny_config, 4) == [[0], [1], [2], [3]]
+    assert shared_groups(mixed, tiny_config, 4) == [[0, 2, 4], [1, 3, 5]]
+    # Groups of two halve nothing, and neither do prompts that are alike up to their middle.
+    assert (
+        shared_groups(prompts[:4], tiny_config, 2) == shared_groups(haystacks([1] * 4), tiny_config, 4) == [[0], [1], [2], [3]]
+    )
     half = [EncodedPrompt(p.ids[:32] + [index] * 32, p.answers) for index, p in enumerate(prompts[:4])]
-    assert shared_trees(half, tiny_config, 4) == [[0], [1], [2], [3]]
+    assert shared_groups(half, tiny_config, 4) == [[0], [1], [2], [3]]
     # Two prompts a question: the border between questions goes where no haystack is cut.
     questions = haystacks([6, 6, 4])
     assert [between_families(questions, 2, border) for border in (2, 3, 4, 5, 6, 7)] == [3, 3, 3, 6, 6, 6]
@@ -193,12 +198,14 @@ def test_prompts_that_are_alike_are_grouped_where_that_halves_the_cost(tiny_conf
 
 def test_loss_and_gradient_of_shared_prompts_are_those_of_separate_prompts(tiny_model, tiny_config):
     prompts = haystacks([3, 4])
-    trees = shared_trees(prompts, tiny_config, 4)
-    assert trees == [[0, 1, 2], [3, 4, 5, 6]]
+    groups = shared_groups(prompts, tiny_config, 4)
+    assert groups == [[0, 1, 2], [3, 4, 5, 6]]
     weights = np.random.default_rng(1).uniform(0.1, 1, 7).tolist()
-    both = pack(prompts, weights, trees), pack(prompts, weights)
+    both = pack(prompts, weights, groups), pack(prompts, weights)
     assert both[0].batch.groups.tokens.size < both[1].batch.groups.tokens.size / 2
-    assert [examples.trees_a_step(4) for examples in both] == [1, 4] and [examples.trees_a_step(6) for examples in both] == [
+    assert [examples.groups_per_step(4) for examples in both] == [1, 4] and [
+        examples.groups_per_step(6) for examples in both
+    ] == [
         2,
         6,
     ]
@@ -234,7 +241,7 @@ def test_text_term_penalty_and_gate(pieces):
     settings = GradientSettings(**SIZES, steps=4, look_every=2)
     text_settings = TextSettings(text_weight=2.0, text_minibatch=2, max_text_loss_rise=0.0)
     looks, best = looks_of(with_text, settings, text_settings, penalty=lambda p: 0.5 * jnp.square(p["y"] - 1).mean())
-    plain = float(text_loss(model, text, apply(model, parameters)[1]))
+    plain = float(text_loss_of(model, text, apply(model, parameters)[1]))
     assert looks[0].text_loss == pytest.approx(plain, rel=1e-5)
     for measured in looks:
         distance = 0.5 * float(jnp.square(measured.parameters["y"] - 1).mean())
@@ -254,6 +261,19 @@ def test_a_loss_that_is_not_finite_is_an_error(pieces):
 
     with pytest.raises(UserError, match="not finite after 1 steps; lower --learning-rate"):
         looks_of((model, train, held_back, parameters, broken, project), GradientSettings(**SIZES, steps=1, look_every=1))
+
+
+def test_a_gradient_that_is_not_finite_is_not_blamed_on_a_flag(pieces):
+    """The loss is finite, and its gradient is not, as with a faulty kernel."""
+    model, train, held_back, parameters, _, project = pieces
+    own = model.config.rope_table(64)
+
+    def apply(model, parameters):
+        y = parameters["y"] + jnp.sqrt(0 * parameters["y"])  # y, with the derivative NaN
+        return model, RopeTable(own.inv_freq / y[:, None, None], own.attention_scaling)
+
+    with pytest.raises(UserError, match="the gradient is not finite within the first 2 steps, though the loss was"):
+        looks_of((model, train, held_back, parameters, apply, project), GradientSettings(**SIZES, steps=2, look_every=2))
 
 
 def test_search_by_gradient_with_bands_text_and_two_lengths(guesser, tokenizer, tmp_path):
@@ -341,7 +361,8 @@ def test_spaces_give_factors_of_their_granularity(tiny_config):
 
 
 @pytest.mark.parametrize("algorithm", ["ga", "cma_es"])
-def test_a_budget_of_evaluations_is_kept_to_the_evaluation(guesser, tokenizer, tmp_path, algorithm):
+def test_a_budget_of_evaluations_is_kept_to_the_evaluation(guesser, tokenizer, tmp_path, algorithm, monkeypatch):
+    monkeypatch.setattr(loop, "make_scorer", scored_as(Analytic))  # scores are not tested here
     settings = SearchSettings.of(
         **SMALL | {"algorithm": algorithm, "population_size": 6, "parents": 3, "mutations": 4, "crossovers": 1},
         max_evaluations=17, output_path=tmp_path / "run",

@@ -9,7 +9,7 @@ from lpes_jax.errors import UserError
 from lpes_jax.models.llama.method import table_method
 from lpes_jax.rope import RopeTable
 from lpes_jax.search.gradient import initial_state, rises_within
-from lpes_jax.search.minibatches import Data, draws, pack, windows_a_step
+from lpes_jax.search.minibatches import Data, draws, pack, windows_per_step
 from lpes_jax.search.plain_text import split_windows, text_windows
 from lpes_jax.settings.search import GradientSettings, SearchSettings, TextSettings
 from lpes_jax.text_nll import token_nll
@@ -55,9 +55,9 @@ def test_lengths_that_cannot_be_are_refused(guesser, tokenizer, tmp_path, length
 
 
 def test_a_step_has_about_as_many_tokens_of_each_length():
-    assert windows_a_step([512], 4) == [4]
-    assert windows_a_step([512, 2048, 8192], 4) == [21, 5, 1]
-    assert windows_a_step([512, 8192], 1) == [8, 1]
+    assert windows_per_step([512], 4) == [4]
+    assert windows_per_step([512, 2048, 8192], 4) == [21, 5, 1]
+    assert windows_per_step([512, 8192], 1) == [8, 1]
     texts = [jnp.zeros((40, length), jnp.int32) for length in (8, 16)]
     prompts = pack(prompts_of(0, 3), [1.0] * 3)
     [(_, windows)] = [next(draws(Data([prompts], texts), minibatch_size=2, text_minibatch=4, by_weight=False, seed=0))]

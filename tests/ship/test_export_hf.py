@@ -197,7 +197,7 @@ def test_shards_keep_precision_and_links_are_not_written_through(tmp_path, dtype
     assert f"gains: in 8 tensors (8 of type {kind}); rounding moves a row by" in capsys.readouterr().out
     mark = json.loads((folder / "config.json").read_text())[KEY]
     assert mark == {"factors_sha256": FOUND["gains"].sha256, "gains": "query weights", "rates": None}
-    with pytest.raises(lj.UserError, match="the model already holds factors"):
+    with pytest.raises(lj.UserError, match="the model already contains factors"):
         exported(folder, FOUND["gains"], tmp_path / "twice")
 
 

@@ -317,7 +317,7 @@ def test_a_patched_file_is_marked_and_takes_factors_once(tmp_path):
         patch_gguf(source, target, factors)
         assert open_checkpoint(target).config.mark == Mark(factors.sha256, *stored)
         for again in (gains(), LayerFactors(ONES)):
-            with pytest.raises(UserError, match=f"F.json: the model already holds factors of sha256 {factors.sha256[:8]}"):
+            with pytest.raises(UserError, match=f"F.json: the model already contains factors of sha256 {factors.sha256[:8]}"):
                 patch_gguf(target, tmp_path / "twice.gguf", again, "F.json")
         assert not (tmp_path / "twice.gguf").exists()
         target.unlink()
