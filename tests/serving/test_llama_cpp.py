@@ -135,4 +135,5 @@ def test_smollm2_with_gains(tmp_path, python):
     clear = margin > 0.5
     assert clear.any() and (wanted.next.argmax(axis=1) == found.next.argmax(axis=1))[clear].all()
     assert np.abs(np.concatenate(found.answers) - np.concatenate(wanted.answers)).mean() < 0.05
-    assert off.mean() < from_plain.mean() / 3 and told["longest"] > 1500
+    assert off.mean() < from_plain.mean() / 3
+    assert told["longest"] == 1517  # 20 pairs: the most that fit into the 1,573 tokens that were searched
