@@ -75,7 +75,7 @@ class Settings:
     """Prompts per forward pass."""
 
 
-def looks(
+def attention_mass(
     q: Float[Array, "B T H D"], k: Float[Array, "B T K D"], lengths: Int[Array, "B"], edges: Int[Array, "B R1"], queries: int
 ) -> tuple[Float[Array, "B R"], Float[Array, "B"]]:
     """Attention of the last `queries` queries of each prompt, rotated as k is: its mass from each edge up to the next (there
@@ -97,7 +97,7 @@ def looks(
 def attention_of(
     model: Llama, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], edges: Int[Array, "B R1"], table: RopeTable, queries: int
 ) -> tuple[Float[Array, "L B R"], Float[Array, "L B"]]:
-    """`looks` of every layer. Raises UserError for a model with sliding windows in use."""
+    """`attention_mass` of every layer. Raises UserError for a model with sliding windows in use."""
     config, positions = model.config, jnp.arange(tokens.shape[1])
     if (config.windows(tokens.shape[1]) < tokens.shape[1]).any():
         raise UserError(
@@ -106,7 +106,7 @@ def attention_of(
 
     def attend(q: Array, k: Array, v: Array, context: LayerContext) -> tuple[Array, Any]:
         q, k = rotated(q, k, context.row, positions)
-        return causal_attention(q, k, v), looks(q, k, lengths, edges, queries)
+        return causal_attention(q, k, v), attention_mass(q, k, lengths, edges, queries)
 
     return run_layers(model, model.embed[...][tokens], layer_rows(config, table), attend, keep=lambda x, kept: kept)[1]
 
@@ -198,7 +198,9 @@ def main(s: Settings) -> None:
     header = ["scale", *REGIONS, "middle third of the context's", "entropy (nats)"]
     parts = [about, markdown_table(header, rows)]
     middle = {name: record["mass"]["middle third"] for name, record in records.items()}
-    layers = [[str(layer), *(f"{100 * of[layer]:.2f}" for of in middle.values())] for layer in range(len(plain["entropy"]))]
+    layers = [
+        [str(layer), *(f"{100 * values[layer]:.2f}" for values in middle.values())] for layer in range(len(plain["entropy"]))
+    ]
     parts += ["Middle third by layer, in percent:\n", markdown_table(["layer", *middle], layers)]
     summary: dict[str, Any] = {"settings": shared | {"data": str(s.data)}, "scales": records}
     by_layer = None

@@ -45,18 +45,20 @@ def main(s: Settings) -> None:
     records, summary, rows = run_grid(cells, s), {}, []
     for name in s.algorithms:
         whole, race = ([records[f"{name}/{kind}/seed{seed}"] for seed in s.seeds] for kind in ("whole", "race"))
-        theirs, ours = (np.concatenate([scores(record) for record in of]) for of in (whole, race))
+        theirs, ours = (np.concatenate([scores(record) for record in searches]) for searches in (whole, race))
         p = paired_permutation_test(ours, theirs)
-        each = [compared(*pair, parents=s.search().ga.parents if name == "ga" else 0) for pair in zip(whole, race, strict=True)]
-        summary[name] = {"p": p, "seeds": each}
+        seeds = [
+            compared(*pair, parents=s.search().ga.parents if name == "ga" else 0) for pair in zip(whole, race, strict=True)
+        ]
+        summary[name] = {"p": p, "seeds": seeds}
         for kind in ("baseline", "whole", "race"):
-            mean = {key: float(np.mean([searches[kind][key] for searches in each])) for key in each[0][kind]}
+            mean = {key: float(np.mean([searches[kind][key] for searches in seeds])) for key in seeds[0][kind]}
             summary[name][kind] = mean
             cost = [f"{mean['prompts']:.0f}", f"{mean['seconds']:.0f}"] if kind != "baseline" else ["-", "-"]
             fitness = f"{mean['fitness']:.4f}" if kind != "baseline" else "-"
             rows.append([f"{name}, {kind}", f"{mean['held_out']:.2f}", show_p(p) if kind == "race" else "-", fitness, *cost])
         saved = 1 - summary[name]["race"]["prompts"] / summary[name]["whole"]["prompts"]
-        by_seed = "; ".join(f"seed {seed}: {told(searches)}" for seed, searches in zip(s.seeds, each, strict=True))
+        by_seed = "; ".join(f"seed {seed}: {told(searches)}" for seed, searches in zip(s.seeds, seeds, strict=True))
         summary[name]["prompts_saved"] = saved
         summary[name]["told"] = f"{name}: {saved:.1%} of the prompts saved. {by_seed}.\n"
     columns = ["search", "held-out accuracy", "p against whole", "fitness of best", "prompts scored", "seconds"]

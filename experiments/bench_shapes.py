@@ -59,8 +59,8 @@ def main(s: Settings) -> None:
     config = config_of(s.shape)
     config = replace(config, num_layers=s.layers or config.num_layers)
     print(environment()["devices"], environment()["versions"])
-    of_matrix = matrix_rate(s)
-    print(f"matrix product of {s.matrix:,} cubed, {s.dtype}: {of_matrix / 1e12:.0f} TFLOP/s")
+    product_rate = matrix_rate(s)
+    print(f"matrix product of {s.matrix:,} cubed, {s.dtype}: {product_rate / 1e12:.0f} TFLOP/s")
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (s.batch_size, s.tokens), np.int32)
     model, work = random_model(config, 0, s.dtype), flop(config, s)
 
@@ -71,11 +71,12 @@ def main(s: Settings) -> None:
     ours = median(lambda: last_logits(model, tokens).block_until_ready(), s.rounds)
     rate = work / ours
     print(
-        f"lpes_jax: {1e3 * ours:.0f} ms, {rate / 1e12:.0f} TFLOP/s, {100 * rate / of_matrix:.0f} % of the matrix product's rate"
+        f"lpes_jax: {1e3 * ours:.0f} ms, {rate / 1e12:.0f} TFLOP/s, "
+        f"{100 * rate / product_rate:.0f} % of the matrix product's rate"
     )
     del model
-    for name, (taken, other) in (products(s, config) | attentions(s, config)).items():
-        print(f"{name}: {1e3 * taken:.3f} ms as it is, {1e3 * other:.3f} ms otherwise, {other / taken:.2f} x")
+    for name, (taken, alternative) in (products(s, config) | attentions(s, config)).items():
+        print(f"{name}: {1e3 * taken:.3f} ms as it is, {1e3 * alternative:.3f} ms otherwise, {alternative / taken:.2f} x")
     if s.torch:
         for name, seconds in torch_seconds(s, config, tokens).items():
             print(f"{name}: {1e3 * seconds:.0f} ms, {seconds / ours:.2f} x ours")

@@ -275,7 +275,7 @@ def _write(
     without = [f"{benchmark.title} ({benchmark.files[0]})" for benchmark in benchmarks if benchmark.name not in files]
     lists = [
         f"Without data: {', '.join(without) or 'none'}.",
-        *(f"Not measured: {title}. {why}" for title, why in failed.items()),
+        *(f"Not measured: {title}. {reason}" for title, reason in failed.items()),
     ]
     limit = "all" if s.limit is None else f"at most {s.limit}"
     text = (
@@ -310,10 +310,10 @@ def _details(ran: Sequence[Benchmark], files: Mapping[str, Path], records: Mappi
     rows = []
     for benchmark in ran:
         methods = records[benchmark.name]["methods"]
-        of = methods[BASELINE]
-        metric, values = next(iter(of["scores"].items()))
+        baseline = methods[BASELINE]
+        metric, values = next(iter(baseline["scores"].items()))
         ended = " / ".join(str(methods[method].get("outputs_ended_by_length", "-")) for method in METHODS)
-        counts = [f"{of['prompt_tokens']:.0f}", str(of["prompts_cut"]), str(of["questions_skipped"]), ended]
+        counts = [f"{baseline['prompt_tokens']:.0f}", str(baseline["prompts_cut"]), str(baseline["questions_skipped"]), ended]
         rows.append([benchmark.title, files[benchmark.name].name, metric, str(len(values)), *counts])
     ended = f"ended by length ({' / '.join(METHODS)})"
     return markdown_table(["column", "file", "metric", "questions", "tokens", "prompts cut", "left out", ended], rows)

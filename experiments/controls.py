@@ -220,7 +220,7 @@ def train(
     runs: dict[float, list[Look]] = {}
     best: dict[float, Look] = {}
     for rate in s.learning_rates:
-        runs[rate] = looks = []
+        runs[rate] = seen = []
         settings = GradientSettings(
             steps=s.steps,
             learning_rate=rate,
@@ -238,7 +238,7 @@ def train(
             text,
             project=project,
             seed=seed,
-            on_look=lambda reached, _, looks=looks: looks.append(reached),
+            on_look=lambda reached, _, seen=seen: seen.append(reached),
         )
     chosen = min(best, key=lambda rate: best[rate].loss)
     values = np.asarray(best[chosen].parameters, np.float64)
@@ -248,15 +248,15 @@ def train(
         "step": best[chosen].step,
         "first_loss": runs[chosen][0].loss,
         "best_loss": best[chosen].loss,
-        "loss_by_learning_rate": {str(rate): look.loss for rate, look in best.items()},
+        "loss_by_learning_rate": {str(rate): measured.loss for rate, measured in best.items()},
         "looks": [
             {
-                "step": look.step,
-                "task_losses": look.task_losses,
-                "text_loss": _finite(look.text_loss),
-                "text_divergence": look.text_divergence,
+                "step": measured.step,
+                "task_losses": measured.task_losses,
+                "text_loss": _finite(measured.text_loss),
+                "text_divergence": measured.text_divergence,
             }
-            for look in runs[chosen]
+            for measured in runs[chosen]
         ],
         "moved": float(np.abs(values - start).mean()),
         "values": values.tolist(),
@@ -451,9 +451,9 @@ def _against_controls(
     """Rotary factors against the best control on the searched (held-out) questions; this choice favours the control."""
     searched, against = titles[: len(s.num_pairs)], {}
     for count in s.counts:
-        others = [f"{control}, {count} a layer" for control in s.controls if control != "rotary"]
-        if others and "rotary" in s.controls:
-            best = max(others, key=lambda name: np.mean([scores[name][title].mean() for title in searched]))
+        controls = [f"{control}, {count} a layer" for control in s.controls if control != "rotary"]
+        if controls and "rotary" in s.controls:
+            best = max(controls, key=lambda name: np.mean([scores[name][title].mean() for title in searched]))
             ours = scores[f"rotary, {count} a layer"]
             against[f"rotary - {best}"] = {title: compare(ours[title], scores[best][title]) for title in titles}
     return against

@@ -22,7 +22,7 @@ from lpes_jax.statistics import holm, paired_permutation_test, standard_error
 from lpes_jax.store.files import write_json, write_text
 
 NAMES = {"factors": "factors", "gains": "gains", "both": "both", "norm_gain": "norm gains", "adapter": "adapter"}
-NOT_SEARCHED = ("30 pairs", "160 sentences", "alone", "rows_", "fiction")
+NOT_SEARCHED = ("30 pairs", "150 pairs", "50 pairs, keys", "160 sentences", "alone", "rows_", "fiction")
 ABOUT = Path("about.md")
 
 
@@ -77,18 +77,20 @@ def main(folder: Path) -> None:
 def compared(target: str, seeds: dict[int, dict[str, Any]], scores: list[list[float]]) -> dict[str, Any]:
     """A method's seeds against the model as it is, on one target."""
     own = np.array(scores, float)
-    of_seeds: Float[np.ndarray, "N Q S"] = np.array([seeds[seed]["targets"][target]["scores"] for seed in sorted(seeds)], float)
-    difference = of_seeds.mean(axis=0) - own
+    scores_by_seed: Float[np.ndarray, "N Q S"] = np.array(
+        [seeds[seed]["targets"][target]["scores"] for seed in sorted(seeds)], float
+    )
+    difference = scores_by_seed.mean(axis=0) - own
     error = standard_error(difference)
     return {
         "baseline": float(own.mean()),
-        "found": float(of_seeds.mean()),
+        "found": float(scores_by_seed.mean()),
         "difference": float(difference.mean()),
         "standard_error": error,
         "interval": [float(difference.mean()) - 1.96 * error, float(difference.mean()) + 1.96 * error],
-        "p": paired_permutation_test(of_seeds.mean(axis=0), own),
+        "p": paired_permutation_test(scores_by_seed.mean(axis=0), own),
         "by_position": difference.mean(axis=0).tolist(),
-        "by_seed": of_seeds.mean(axis=(1, 2)).tolist(),
+        "by_seed": scores_by_seed.mean(axis=(1, 2)).tolist(),
     }
 
 

@@ -105,8 +105,8 @@ def prompts(s: Any, record: dict[str, Any]) -> float:
     search = record["factors"]["search"]
     if search["algorithm"] == "ga":
         return search["evaluations_of_algorithm"] * search["limit"] * len(search["search_positions"])
-    steps, looks = record["history"][-1]["step"], len(record["history"])
-    return steps * search["prompts_a_step"] * s.passes_per_step + looks * search["prompts_a_look"]
+    steps, measurements = record["history"][-1]["step"], len(record["history"])
+    return steps * search["prompts_a_step"] * s.passes_per_step + measurements * search["prompts_a_look"]
 
 
 def steps_for_prompts(s: Any, record: dict[str, Any], budget: float) -> int:
@@ -118,8 +118,8 @@ def steps_for_prompts(s: Any, record: dict[str, Any], budget: float) -> int:
 
 def steps_for_seconds(record: dict[str, Any], budget: float) -> int:
     """Steps that take `budget` seconds at the rate of a run, whose start and compilations count once."""
-    looks = record["history"][1:]
-    first, last = looks[0], looks[-1]
+    measurements = record["history"][1:]
+    first, last = measurements[0], measurements[-1]
     if last["step"] == first["step"]:
         return last["step"]
     pace = (last["seconds"] - first["seconds"]) / (last["step"] - first["step"])

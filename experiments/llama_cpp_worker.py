@@ -44,10 +44,10 @@ def main(path: str, context: int, threads: int) -> None:
         for number, token in enumerate(answer):
             for count in (MANY, size):
                 best = likely(ids + answer[:number], token, count)
-                log_prob_of = {candidate["id"]: candidate["logprob"] for candidate in best}
-                if token in log_prob_of:
+                log_prob_by_token = {candidate["id"]: candidate["logprob"] for candidate in best}
+                if token in log_prob_by_token:
                     break
-            log_probs.append(log_prob_of[token])
+            log_probs.append(log_prob_by_token[token])
             is_best.append(best[0]["id"] == token)
         reply = {"next": [found.get(token) for token in range(size)], "answer": log_probs, "is_best": is_best}
         print(json.dumps(reply), file=replies, flush=True)

@@ -75,17 +75,19 @@ def measure(settings: Measurement) -> dict[str, Any]:
         "key_length": s.key_length,
         "model": loaded.identity | {"name": s.output.name},
     }
-    as_it_is = np.ones((1, layers))
-    result["by_pairs"] = {n: show(f"{n} pairs", accuracies(n, s.eval_examples, as_it_is)[0]) for n in s.eval_pairs}
+    ones = np.ones((1, layers))
+    result["by_pairs"] = {n: show(f"{n} pairs", accuracies(n, s.eval_examples, ones)[0]) for n in s.eval_pairs}
     if s.sweep:
         print(f"\none uniform factor, {s.test_pairs} pairs")
-        swept = accuracies(s.test_pairs, s.eval_examples, np.array(s.sweep)[:, None] * as_it_is)
+        swept = accuracies(s.test_pairs, s.eval_examples, np.array(s.sweep)[:, None] * ones)
         result["uniform"] = {factor: show(f"x {factor}", values) for factor, values in zip(s.sweep, swept, strict=True)}
     if s.probe and s.probe_examples:
         profiles = [(kept, factor) for factor in s.probe for kept in range(layers)]
         factors = np.array([np.where(np.arange(layers) < kept, 1.0, factor) for kept, factor in profiles])
-        probed = accuracies(s.test_pairs, s.probe_examples, np.concatenate([as_it_is, factors]))
-        print(f"\n1 in the first layers, another factor behind, {s.test_pairs} pairs, {s.probe_examples} examples: the best")
+        probed = accuracies(s.test_pairs, s.probe_examples, np.concatenate([ones, factors]))
+        print(
+            f"\n1 in the first layers, another factor after them, {s.test_pairs} pairs, {s.probe_examples} examples: the best"
+        )
         show("as it is", probed[0])
         best = np.argsort(-probed[1:].mean(axis=1), kind="stable")
         result["step"] = [

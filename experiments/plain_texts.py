@@ -2,7 +2,7 @@
 
     python experiments/plain_texts.py --data FOLDER --output-path FOLDER
 
-FOLDER holds L-Eval's coursera.jsonl, scientific_qa.jsonl and quality.jsonl in l_eval/, QMSum's ALL_val.jsonl in qmsum/, and
+FOLDER contains L-Eval's coursera.jsonl, scientific_qa.jsonl and quality.jsonl in l_eval/, QMSum's ALL_val.jsonl in qmsum/, and
 ZeroSCROLLS' gov_report_validation.jsonl and book_sum_sort_validation.jsonl in zero_scrolls/. `mixed` takes lectures, papers,
 meetings and reports in turn, `fiction` stories and summaries of novels, each at most MOST characters of a document, so that the
 searched first 40 % and the held-out rest of a file have all of its kinds.
@@ -66,9 +66,9 @@ def main(s: Settings) -> None:
     """Write both texts."""
     s.output_path.mkdir(parents=True, exist_ok=True)
     for name, files in KINDS.items():
-        in_turn = [text for row in zip_longest(*(documents(s.data / file) for file in files)) for text in row if text]
-        write_text(s.output_path / f"{name}.txt", "\n\n".join(in_turn) + "\n")
-        print(f"{name}.txt: {len(in_turn)} documents, {sum(map(len, in_turn)):,} characters")
+        alternating = [text for row in zip_longest(*(documents(s.data / file) for file in files)) for text in row if text]
+        write_text(s.output_path / f"{name}.txt", "\n\n".join(alternating) + "\n")
+        print(f"{name}.txt: {len(alternating)} documents, {sum(map(len, alternating)):,} characters")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""Does llama.cpp answer from a patched .gguf file as lpes_jax does with the gains in its table?
+"""Compare llama.cpp on a patched .gguf file with lpes_jax, which has the gains in its table.
 
     python -m venv VENV && VENV/bin/pip install xllamacpp
     python experiments/serve_llama_cpp.py --python VENV/bin/python --model smollm2-135m-instruct --factors gains-mixture
     python experiments/serve_llama_cpp.py --python VENV/bin/python --model FILE.gguf --random-gains 0 --num-examples 4 0
 
-`export --to gguf`'s patch is written into a temporary folder and compared with its source, byte by byte and row by row (by the
-`gguf` package's reader, not ours). Then the same held-out key-value prompts go through four models: the file as it is and the
-patched one in llama.cpp, and in lpes_jax the file as it is and with the factors; the patched file in lpes_jax beside them.
+The script writes the patch of `export --to gguf` into a temporary folder and compares it with its source, byte by byte and row
+by row (with the `gguf` package's reader, not ours). Then it runs the same held-out key-value prompts through the unchanged and
+the patched file in llama.cpp, and in lpes_jax through the unchanged file without and with the factors, and the patched file.
 
-What is compared: the log-probabilities of all tokens behind a prompt (KL divergence from lpes_jax's), of the answers, and
+It compares the log-probabilities of all tokens after a prompt (KL divergence from lpes_jax's), those of the answers, and
 whether each token of an answer is the most likely one (accuracy, `prefix` of `evaluate`). llama.cpp multiplies in its own
-precision: what it makes of the file as it is shows the backend's own noise. The record goes to --output, under --name.
+precision; its difference on the unchanged file is the backend's own noise. The record goes to --output, under --name.
 
 Letters: N prompts, V vocabulary, A answer tokens.
 """
@@ -66,21 +66,21 @@ class Settings:
     factors: Path | None = None
     """factors.json, or the zoo's by name; none: random gains."""
     random_gains: int = 0
-    """Seed of gains from 0.7 to 1.4, one for each layer and frequency, where no --factors are given."""
+    """Seed of gains from 0.7 to 1.4, one per layer and frequency, if there are no --factors."""
     num_pairs: tuple[int, ...] = (5, 10)
     """Key-value pairs in a prompt."""
     num_examples: tuple[int, ...] = (12, 8)
-    """Held-out examples of each of these lengths; each stands at five positions."""
+    """Held-out examples of each of these lengths; each is asked at five positions."""
     threads: int = 1
-    """Of llama.cpp. (On processors that others use, several wait for each other at every product.)"""
+    """Threads of llama.cpp. (On shared processors, several threads wait for each other at every product.)"""
     name: str = ""
-    """Of the record (default: the model's)."""
+    """Name of the record (default: the model's)."""
     output: Path = Path("runs/serving/llama_cpp.json")
     """The file of the records; other names in it stay."""
 
 
 class Answers(NamedTuple):
-    """What a model says: log-probabilities of the next token, those of each answer's tokens, and which of these are best."""
+    """Log-probabilities of the next token, those of each answer's tokens, and which of these tokens are the most likely."""
 
     next: Float[np.ndarray, "N V"]
     answers: list[Float[np.ndarray, "A"]]
@@ -123,9 +123,9 @@ def main(s: Settings) -> None:
                 plain = ask("llama.cpp, as it is")
             with llama_cpp(s.python, patched, prompts, s.threads) as (_, ask):
                 ours = ask("llama.cpp, patched")
-            jax_plain, jax_gains = (of_jax(loaded.model, prompts, given) for given in (None, factors))
+            jax_plain, jax_gains = (answers_of_lpes(loaded.model, prompts, given) for given in (None, factors))
             del loaded
-            jax_patched = of_jax(load(str(patched), "float32").model, prompts, None)
+            jax_patched = answers_of_lpes(load(str(patched), "float32").model, prompts, None)
             record["versions"] |= version
             record |= compared(s, prompts, plain, ours, jax_plain, jax_gains, jax_patched)
             print(json.dumps({key: value for key, value in record.items() if key != "log_likelihoods"}, indent=1))
@@ -145,43 +145,51 @@ def prompts_of(num_pairs: Sequence[int], num_examples: Sequence[int], tokenizer:
     prompts = []
     for pairs, examples in zip(num_pairs, num_examples, strict=True):
         task = make_task("kv", num_pairs=pairs)
-        places = slots_of(task, (0, 25, 50, 75, 100))
-        prompts += [task.prompt(example, *place) for example in task.examples("test", examples, 0) for place in places]
+        slots = slots_of(task, (0, 25, 50, 75, 100))
+        prompts += [task.prompt(example, *slot) for example in task.examples("test", examples, 0) for slot in slots]
     return encode(prompts, tokenizer, window)
 
 
 def compare_files(source: Path, patched: Path, config: LlamaConfig, factors: LayerFactors) -> dict[str, Any]:
-    """What differs between the two files, and how far query rows are from row x gain. UserError where anything else differs."""
+    """The differences of the two files, and the error of query rows against row x gain. UserError if anything else differs."""
     old, new = gguf.GGUFReader(source), gguf.GGUFReader(patched)
     parts = [
-        {name: [part.tobytes() for part in field.parts] for name, field in of.fields.items() if not name.startswith("GGUF.")}
-        for of in (old, new)
+        {
+            name: [part.tobytes() for part in field.parts]
+            for name, field in reader.fields.items()
+            if not name.startswith("GGUF.")
+        }
+        for reader in (old, new)
     ]
     if list(parts[1])[: len(parts[0])] != list(parts[0]) or any(parts[1][name] != parts[0][name] for name in parts[0]):
         raise UserError(f"{patched}: other metadata than that of {source}")
     permuted = old.fields["general.architecture"].contents() == "llama"
-    of_rows = next(iter(gains_of_tensors(factors, config).values()))
+    layer_gains = next(iter(gains_of_tensors(factors, config).values()))
     names = ("attn_q_norm.weight",) if config.qk_norm else ("attn_q.weight", "attn_q.bias", "attn_qkv.weight")
     changed, elements, rows, worst, types = 0, 0, [], 0.0, {}
-    for one, other in zip(old.tensors, new.tensors[: len(old.tensors)], strict=True):
-        if (one.name, one.tensor_type, one.shape.tolist()) != (other.name, other.tensor_type, other.shape.tolist()):
-            raise UserError(f"{patched}: tensor {other.name} where {source} has {one.name}")
-        different = int((one.data.view(np.uint8) != other.data.view(np.uint8)).sum())
-        layer, name = one.name.split(".")[1:2], one.name.split(".", 2)[-1]
-        if not one.name.startswith("blk.") or name not in names:
+    for old_tensor, new_tensor in zip(old.tensors, new.tensors[: len(old.tensors)], strict=True):
+        if (old_tensor.name, old_tensor.tensor_type, old_tensor.shape.tolist()) != (
+            new_tensor.name,
+            new_tensor.tensor_type,
+            new_tensor.shape.tolist(),
+        ):
+            raise UserError(f"{patched}: tensor {new_tensor.name} where {source} has {old_tensor.name}")
+        different = int((old_tensor.data.view(np.uint8) != new_tensor.data.view(np.uint8)).sum())
+        layer, name = old_tensor.name.split(".")[1:2], old_tensor.name.split(".", 2)[-1]
+        if not old_tensor.name.startswith("blk.") or name not in names:
             if different:
-                raise UserError(f"{patched}: tensor {one.name} differs from that of {source}")
+                raise UserError(f"{patched}: tensor {old_tensor.name} differs from that of {source}")
             continue
-        gains = of_rows[int(layer[0])]
+        gains = layer_gains[int(layer[0])]
         gains = permute(gains, config.num_heads) if permuted else gains
-        pair = [gguf.quants.dequantize(of.data, of.tensor_type).astype(np.float64) for of in (one, other)]
+        pair = [gguf.quants.dequantize(t.data, t.tensor_type).astype(np.float64) for t in (old_tensor, new_tensor)]
         wanted, found = (values.reshape(values.shape[0], -1) for values in pair)
         wanted[: len(gains)] *= gains[:, None]
         error = np.abs(found - wanted)
         rows.append(np.linalg.norm(error, axis=1) / np.maximum(np.linalg.norm(wanted, axis=1), 1e-30))
         worst = max(worst, float(error.max() / np.abs(wanted).max()))
         changed, elements = changed + different, elements + found.size
-        types[f"{name}: {one.tensor_type.name}"] = types.get(f"{name}: {one.tensor_type.name}", 0) + 1
+        types[f"{name}: {old_tensor.tensor_type.name}"] = types.get(f"{name}: {old_tensor.tensor_type.name}", 0) + 1
     relative = np.concatenate(rows)
     return {
         "tensors": types,
@@ -195,7 +203,7 @@ def compare_files(source: Path, patched: Path, config: LlamaConfig, factors: Lay
 
 @contextmanager
 def llama_cpp(python: Path, path: Path, prompts: Sequence[EncodedPrompt], threads: int) -> Iterator[tuple[dict[str, str], Any]]:
-    """Its version, and a function that asks it all prompts."""
+    """llama.cpp's version, and a function that runs all prompts."""
     vocabulary = len(gguf.GGUFReader(path).fields["tokenizer.ggml.tokens"].data)
     longest = max(len(prompt.ids) + len(prompt.answers[0]) for prompt in prompts)
     command = [str(python), str(WORKER), str(path), str(-(-(longest + 16) // 256) * 256), str(threads)]
@@ -222,7 +230,9 @@ def llama_cpp(python: Path, path: Path, prompts: Sequence[EncodedPrompt], thread
                 replies.append(reply())
                 if number % 10 == 9:
                     print(f"{title}: {number + 1} of {len(prompts)}", flush=True)
-            following, answers, best = ([np.array(of[name]) for of in replies] for name in ("next", "answer", "is_best"))
+            following, answers, best = (
+                [np.array(answer_record[name]) for answer_record in replies] for name in ("next", "answer", "is_best")
+            )
             return Answers(np.stack(following), answers, best)
 
         try:
@@ -232,8 +242,8 @@ def llama_cpp(python: Path, path: Path, prompts: Sequence[EncodedPrompt], thread
             process.wait(60)
 
 
-def of_jax(model: Llama, prompts: Sequence[EncodedPrompt], factors: LayerFactors | None) -> Answers:
-    """The same from lpes_jax: one pass over prompt and answer together."""
+def answers_of_lpes(model: Llama, prompts: Sequence[EncodedPrompt], factors: LayerFactors | None) -> Answers:
+    """The answers of lpes_jax: one pass over prompt and answer together."""
     following, answers, best = [], [], []
     for prompt in prompts:
         ids, answer = prompt.ids, prompt.answers[0]
@@ -263,10 +273,12 @@ def compared(
     jax_gains: Answers,
     jax_patched: Answers,
 ) -> dict[str, Any]:
-    """The figures. `change` is the difference that the gains make; its standard error is over prompts, of the two backends'."""
-    of_cpp, of_jax_ = (1.0 * one.correct - other.correct for one, other in ((ours, plain), (jax_gains, jax_plain)))
-    apart = of_cpp - of_jax_
-    error = float(apart.std(ddof=1) / len(apart) ** 0.5) if len(apart) > 1 else 0.0
+    """The figures. `change` is the effect of the gains; `standard_error`, over prompts, of their difference."""
+    change_cpp, change_jax = (
+        1.0 * changed.correct - unchanged.correct for changed, unchanged in ((ours, plain), (jax_gains, jax_plain))
+    )
+    differences = change_cpp - change_jax
+    error = float(differences.std(ddof=1) / len(differences) ** 0.5) if len(differences) > 1 else 0.0
     return {
         "prompts": {
             "number": len(prompts),
@@ -281,8 +293,8 @@ def compared(
             "lpes_jax, as it is": float(jax_plain.correct.mean()),
             "lpes_jax, gains": float(jax_gains.correct.mean()),
             "lpes_jax, patched": float(jax_patched.correct.mean()),
-            "change": {"llama.cpp": float(of_cpp.mean()), "lpes_jax": float(of_jax_.mean())},
-            "difference_of_changes": float(apart.mean()),
+            "change": {"llama.cpp": float(change_cpp.mean()), "lpes_jax": float(change_jax.mean())},
+            "difference_of_changes": float(differences.mean()),
             "standard_error": error,
         },
         "next_token": {
@@ -292,13 +304,15 @@ def compared(
             "llama.cpp, as it is, against gains (must differ)": _next(jax_gains, plain),
         },
         "answers": {
-            "llama.cpp, as it is (its own noise)": _of_answers(jax_plain, plain),
-            "llama.cpp, patched": _of_answers(jax_gains, ours),
-            "lpes_jax, patched": _of_answers(jax_gains, jax_patched),
+            "llama.cpp, as it is (its own noise)": _answer_figures(jax_plain, plain),
+            "llama.cpp, patched": _answer_figures(jax_gains, ours),
+            "lpes_jax, patched": _answer_figures(jax_gains, jax_patched),
         },
         "log_likelihoods": {
             "of": ["llama.cpp, as it is", "lpes_jax, as it is", "llama.cpp, patched", "lpes_jax, gains"],
-            "by_prompt": np.stack([it.log_likelihood for it in (plain, jax_plain, ours, jax_gains)], 1).round(4).tolist(),
+            "by_prompt": np.stack([answers.log_likelihood for answers in (plain, jax_plain, ours, jax_gains)], 1)
+            .round(4)
+            .tolist(),
         },
     }
 
@@ -315,7 +329,7 @@ def _next(true: Answers, found: Answers) -> dict[str, float]:
     }
 
 
-def _of_answers(true: Answers, found: Answers) -> dict[str, float]:
+def _answer_figures(true: Answers, found: Answers) -> dict[str, float]:
     difference = found.log_likelihood - true.log_likelihood
     tokens = np.concatenate(found.answers) - np.concatenate(true.answers)
     return {

@@ -1,8 +1,8 @@
 """The figures of docs/serving, from the JSON files of experiments/results/serving.
 
 Examples:
-  python experiments/serving_tables.py                print what each page is to say
-  python experiments/serving_tables.py --write        put it into the pages, each between its two marks
+  python experiments/serving_tables.py                print the figures of each page
+  python experiments/serving_tables.py --write        write them into the pages, each between its two marks
 
 `make serve-test` writes the records of servers, and experiments/serve_llama_cpp.py those of whole models in llama.cpp. A test
 compares the pages with them. Differences are in nats.
@@ -25,17 +25,17 @@ ROWS = {
 
 
 def figures() -> dict[str, str]:
-    """What stands between the marks of each page whose server has been asked by `make serve-test`."""
+    """The text between the marks of each page whose server `make serve-test` has run."""
     transformers = ["transformers4", "transformers5"]
     pages = {
-        "transformers.md": [*of_forms(transformers), of_families(transformers)],
-        "vllm.md": of_forms(["vllm"]) if "server" in _record("vllm") else [],
-        "llama_cpp.md": of_llama_cpp(),
+        "transformers.md": [*form_tables(transformers), family_table(transformers)],
+        "vllm.md": form_tables(["vllm"]) if "server" in _record("vllm") else [],
+        "llama_cpp.md": llama_cpp_tables(),
     }
     return {page: "\n\n".join(tables) for page, tables in pages.items() if tables}
 
 
-def of_forms(servers: list[str]) -> list[str]:
+def form_tables(servers: list[str]) -> list[str]:
     """Log-probabilities of self_test.json, and of the answers of held-out questions."""
     rows, held_out = [], []
     for server in servers:
@@ -55,7 +55,7 @@ def of_forms(servers: list[str]) -> list[str]:
         "off by at most (mean)",
         "model without the factors (mean)",
     ]
-    of_answers = [
+    answers_head = [
         "server",
         "model",
         "prompts",
@@ -65,7 +65,7 @@ def of_forms(servers: list[str]) -> list[str]:
         "greedy ids",
     ]
     tables = [_table(head, rows)]
-    return [*tables, "Held-out key-value questions:", _table(of_answers, held_out)] if held_out else tables
+    return [*tables, "Held-out key-value questions:", _table(answers_head, held_out)] if held_out else tables
 
 
 def _held_out(found: dict[str, Any]) -> list[str]:
@@ -79,7 +79,7 @@ def _held_out(found: dict[str, Any]) -> list[str]:
     ]
 
 
-def of_families(servers: list[str]) -> str:
+def family_table(servers: list[str]) -> str:
     """Tiny random models of every family."""
     rows = []
     for server in servers:
@@ -102,10 +102,10 @@ def of_families(servers: list[str]) -> str:
     return _table(head, rows)
 
 
-def of_llama_cpp() -> list[str]:
-    """Whole models as they are and patched, then tiny ones."""
+def llama_cpp_tables() -> list[str]:
+    """Whole models, unchanged and patched, then tiny ones."""
     records = _record("llama_cpp")
-    accuracy, apart, files = [], [], []
+    accuracy, divergences, files = [], [], []
     for name, record in records.items():
         patch = record["patch"]
         rows = patch["relative_error_of_a_row"]
@@ -123,18 +123,20 @@ def of_llama_cpp() -> list[str]:
         if "prompts" not in record:
             continue
         found, asked = record["accuracy"], record["prompts"]
-        of = f"{name}, {asked['number']} prompts of {asked['tokens'][0]} to {asked['tokens'][1]} tokens"
+        prompts = f"{name}, {asked['number']} prompts of {asked['tokens'][0]} to {asked['tokens'][1]} tokens"
         for server, patched in (("llama.cpp", "patched"), ("lpes_jax", "gains")):
             plain, ours = (100 * found[f"{server}, {kind}"] for kind in ("as it is", patched))
-            accuracy.append([of, server, f"{plain:.0f}", f"{ours:.0f}", f"{100 * found['change'][server]:+.0f}"])
+            accuracy.append([prompts, server, f"{plain:.0f}", f"{ours:.0f}", f"{100 * found['change'][server]:+.0f}"])
         difference = f"{100 * found['difference_of_changes']:+.0f} ± {100 * found['standard_error']:.1f}"
-        accuracy.append([of, "difference of the changes ± standard error over prompts", "", "", difference])
+        accuracy.append([prompts, "difference of the changes ± standard error over prompts", "", "", difference])
         for kind, title in ROWS.items():
-            one, other = record["next_token"][kind], record["answers"][kind]
-            likely = f"{other['mean_log_likelihood']:.3f} and {other['mean_log_likelihood_of_lpes_jax']:.3f}"
-            apart.append([name, title, f"{one['mean_kl']:.2g}", likely, f"{other['mean_absolute_difference_of_a_token']:.2g}"])
+            following, answers = record["next_token"][kind], record["answers"][kind]
+            likely = f"{answers['mean_log_likelihood']:.3f} and {answers['mean_log_likelihood_of_lpes_jax']:.3f}"
+            divergences.append(
+                [name, title, f"{following['mean_kl']:.2g}", likely, f"{answers['mean_absolute_difference_of_a_token']:.2g}"]
+            )
         must = record["next_token"]["llama.cpp, as it is, against gains (must differ)"]["mean_kl"]
-        apart.append([name, "llama.cpp, the file as it is, against gains (must differ)", f"{must:.2g}", "", ""])
+        divergences.append([name, "llama.cpp, the file as it is, against gains (must differ)", f"{must:.2g}", "", ""])
     tiny = [
         [
             form,
@@ -155,7 +157,7 @@ def of_llama_cpp() -> list[str]:
                 "log-probability of an answer, and lpes_jax's",
                 "mean off of a token",
             ],
-            apart,
+            divergences,
         ),
         "What patching makes of the file (rows: |row - row x gain| / |row x gain|):",
         _table(
@@ -177,14 +179,14 @@ def of_llama_cpp() -> list[str]:
             "The tests of `make serve-test`, next token and answers (KL from lpes_jax with the factors):",
             _table(head, tiny),
         ]
-    if told := _of_self_tests():
+    if told := _self_test_rows():
         head = ["model", "tokens of prompts", "log-probabilities", "off by at most (mean)", "the file as it is (mean)"]
         tables += ["`self_test.json` at the end of each of its prompts:", _table(head, told)]
     return tables
 
 
-def _of_self_tests() -> list[list[str]]:
-    """Rows of the models whose patched file was asked for self_test.json in llama.cpp."""
+def _self_test_rows() -> list[list[str]]:
+    """Rows of models whose patched file was asked for self_test.json in llama.cpp."""
     rows = []
     for form, record in _record("llama_cpp_tests")["forms"].items():
         if told := record.get("self_test"):
@@ -194,13 +196,13 @@ def _of_self_tests() -> list[list[str]]:
 
 
 def _record(server: str) -> dict[str, Any]:
-    """A server's; one without forms where it was not asked yet."""
+    """The record of a server; one without forms if it has not run yet."""
     path = RESULTS / f"{server}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"forms": {}}
 
 
 def _server(record: dict[str, Any]) -> str:
-    """Its versions and the day."""
+    """The versions of a server, and the date."""
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items() if name not in ("torch", "python"))
     return f"{versions}, {record['date']}"
 
@@ -216,7 +218,7 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def with_figures(page: str, text: str) -> str:
-    """A page's text with the figures of now between its marks."""
+    """A page's text with the current figures between its marks."""
     before, rest = text.split(MARKS[0])
     return f"{before}{MARKS[0]}\n{figures()[page]}\n{MARKS[1]}{rest.split(MARKS[1])[1]}"
 

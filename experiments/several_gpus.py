@@ -1,13 +1,13 @@
-"""What one device does, several do: searches on one and on all devices of a host, and in several processes, side by side.
+"""Compares searches on one device with the same searches on all devices of a host, and in several processes.
 
     python experiments/several_gpus.py --model smollm2-135m-instruct --output-path runs/several_gpus
     python experiments/several_gpus.py --model tiny-retriever --platform cpu --num-pairs 5 --key-length 8 --steps 2
 
-Each row of the table is two runs of the same `search` command: on the first device alone, and on all of them (with CPUs: two
-virtual ones), or in one process a device (`--coordinator-address`). The histories are compared line by line. The seconds of a
-descent are those between its second and its last line, so that compiling is left out; other histories have none. `killed` kills
-one process in the middle: the other has to end by itself, and `--resume` has to end with the history of the run that was not
-killed. What is there is not run again; `--only` takes some rows. Runs follow each other, so that nothing shares a device.
+Each row of the table is two runs of the same `search` command: one on the first device only, and one on all devices (with
+CPUs: two virtual ones), or in one process per device (`--coordinator-address`). The histories are compared line by line. The
+seconds of a descent are those between its second and its last line, which excludes compilation; other histories have none.
+`killed` kills one process in the middle: the others must end by themselves, and after `--resume` the history must be that of
+the run that was not killed. Finished runs are not run again; `--only` selects rows. Runs never overlap.
 """
 
 import json
@@ -37,13 +37,13 @@ Row = Literal["gradient", "gradient_shared", "gradient_model_axis", "population_
 
 @dataclass(frozen=True)
 class Kind:
-    """A search, and how its second run differs from the first, on one device."""
+    """A search, and how its second run differs from the first, which is on one device."""
 
     flags: tuple[str, ...]
     more: tuple[str, ...] = ()
     processes: bool = False
     first: str | None = None
-    """The row whose first run this one has too."""
+    """The row whose first run is also the first of this one."""
 
 
 ROWS: dict[Row, Kind] = {
@@ -58,7 +58,7 @@ ROWS: dict[Row, Kind] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The model and how much is searched."""
+    """The model and the sizes of the searches."""
 
     output_path: Path = Path("runs/several_gpus")
     """Folder of the runs, of tables.md and summary.json."""
@@ -83,7 +83,7 @@ class Settings:
 
 
 def main(s: Settings) -> None:
-    """Run what is missing and write the table."""
+    """Run missing searches and write the table."""
     s.output_path.mkdir(parents=True, exist_ok=True)
     table: dict[str, dict[str, Any]] = {}
     for name in s.only:
@@ -124,33 +124,33 @@ def main(s: Settings) -> None:
         ]
         for name, row in table.items()
     ]
-    where = environment()
-    write_json(s.output_path / "summary.json", {"rows": table, "model": s.model, **where})
+    origin = environment()
+    write_json(s.output_path / "summary.json", {"rows": table, "model": s.model, **origin})
     write_text(s.output_path / "tables.md", f"# One device and {s.devices}\n\n{markdown_table(header, rows)}\n")
     print((s.output_path / "tables.md").read_text())
 
 
 def compared(first: Path, second: Path) -> dict[str, Any]:
-    """How far the histories of two finished runs lie apart, line by line, and what their lines took. Raises UserError."""
-    one, several = (
+    """The largest differences of the histories of two finished runs, and the seconds of their lines. Raises UserError."""
+    single, several = (
         [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()] for folder in (first, second)
     )
-    if len(one) != len(several):
-        raise UserError(f"{second}: {len(several)} lines of history, and {len(one)} in {first}")
+    if len(single) != len(several):
+        raise UserError(f"{second}: {len(several)} lines of history, and {len(single)} in {first}")
 
     def apart(name: str) -> float:
-        pairs = [(a[name], b[name]) for a, b in zip(one, several, strict=True) if a.get(name) is not None]
+        pairs = [(a[name], b[name]) for a, b in zip(single, several, strict=True) if a.get(name) is not None]
         return max((float(np.abs(np.subtract(*pair)).max()) for pair in pairs), default=0.0)
 
     def seconds(history: list[dict[str, Any]]) -> float:
         return history[-1]["seconds"] - history[1]["seconds"] if "seconds" in history[-1] and len(history) > 2 else 0.0
 
     return {
-        "lines": len(one),
-        "first_apart": abs((one[0].get("fitness") or 0) - (several[0].get("fitness") or 0)),
+        "lines": len(single),
+        "first_apart": abs((single[0].get("fitness") or 0) - (several[0].get("fitness") or 0)),
         "fitness_apart": apart("fitness"),
         "factors_apart": apart("factors"),
-        "seconds_one": seconds(one),
+        "seconds_one": seconds(single),
         "seconds_all": seconds(several),
     }
 
@@ -166,7 +166,7 @@ def command(s: Settings, folder: Path, flags: tuple[str, ...]) -> list[str]:
 
 
 def variables(s: Settings, devices: int, first: int = 0) -> dict[str, str]:
-    """The environment of a process that sees so many devices, from the device `first` on."""
+    """The environment of a process that sees `devices` devices, from the device `first` on."""
     if s.platform == "cpu":
         more = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
     else:
@@ -175,7 +175,7 @@ def variables(s: Settings, devices: int, first: int = 0) -> dict[str, str]:
 
 
 def run(s: Settings, folder: Path, flags: tuple[str, ...], devices: int) -> None:
-    """A search in one process, where it is not there."""
+    """Run a search in one process, unless it is finished."""
     if (folder / "results.json").exists():
         return
     with (s.output_path / f"{folder.name}.log").open("w") as log:
@@ -185,7 +185,7 @@ def run(s: Settings, folder: Path, flags: tuple[str, ...], devices: int) -> None
 
 
 def started(s: Settings, folder: Path, flags: tuple[str, ...]) -> list[subprocess.Popen[bytes]]:
-    """A search in as many processes as there are devices, one device each."""
+    """Start a search in as many processes as there are devices, one device each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -202,7 +202,7 @@ def started(s: Settings, folder: Path, flags: tuple[str, ...]) -> list[subproces
 
 
 def together(s: Settings, folder: Path, flags: tuple[str, ...]) -> None:
-    """A search in several processes, where it is not there."""
+    """Run a search in several processes, unless it is finished."""
     if (folder / "results.json").exists():
         return
     codes = [process.wait() for process in started(s, folder, flags)]
@@ -211,7 +211,7 @@ def together(s: Settings, folder: Path, flags: tuple[str, ...]) -> None:
 
 
 def kill_one(s: Settings, folder: Path, flags: tuple[str, ...]) -> str:
-    """The same with the last process killed after the first generation, and resumed; how the others ended."""
+    """Kill the last process after the first generation, then resume. Returns how the others ended."""
     if (folder / "results.json").exists():
         return read_json(folder.with_suffix(".killed.json"))["note"]
     processes = started(s, folder, flags)
@@ -224,7 +224,7 @@ def kill_one(s: Settings, folder: Path, flags: tuple[str, ...]) -> str:
     processes[-1].send_signal(signal.SIGKILL)
     killed = time.monotonic()
     codes = [process.wait() for process in processes]
-    note = f"killed behind {lines} lines: the others ended with {codes[:-1]} after {time.monotonic() - killed:.0f} s"
+    note = f"killed after {lines} lines: the others ended with {codes[:-1]} after {time.monotonic() - killed:.0f} s"
     write_json(folder.with_suffix(".killed.json"), {"note": note})
     together(s, folder, (*flags, "--resume"))
     return note

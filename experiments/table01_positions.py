@@ -147,7 +147,7 @@ def comparisons(s: Settings) -> dict[str, CompareSettings]:
             settings |= {"factors": s.mdqa_factors or s.factors, "data": s.mdqa_data, "distractors": "random"}
             settings |= {"num_documents": s.num_documents, "max_new_tokens": s.max_new_tokens, "metrics": s.mdqa_metrics}
             cells = {f"mdqa_{s.num_documents}_documents": settings}
-        found |= {name: CompareSettings.of(**of, output_path=s.output_path / name) for name, of in cells.items()}
+        found |= {name: CompareSettings.of(**flags, output_path=s.output_path / name) for name, flags in cells.items()}
     return found
 
 

@@ -68,7 +68,7 @@ class Settings(BenchmarkFlags):
 
 
 def main(s: Settings) -> None:
-    """Measure what is missing and write the tables."""
+    """Measure missing cells and write the tables."""
     about = other_model("Table 2, 7B models, factors found on MDQA, as printed")
     run_table(s, "ZeroSCROLLS (Table 2)", COLUMNS, PAPER, about)
 

@@ -46,7 +46,7 @@ class Settings(BenchmarkFlags):
 
 
 def main(s: Settings) -> None:
-    """Measure what is missing and write the tables."""
+    """Measure missing cells and write the tables."""
     about = other_model("Table 3, 7B models, factors found on MDQA, as printed")
     run_table(s, "L-Eval (Table 3)", COLUMNS, PAPER, about)
 

@@ -36,7 +36,7 @@ class Settings(BenchmarkFlags):
 
 
 def main(s: Settings) -> None:
-    """Measure what is missing and write the tables."""
+    """Measure missing cells and write the tables."""
     run_table(s, "General ability (Table 4)", COLUMNS, PAPER, other_model("Table 4, factors found on MDQA"))
 
 

@@ -164,7 +164,7 @@ def costs(run: Callable[..., Any], arguments: Mapping[str, tuple[Any, ...]], rep
             begun = time.perf_counter()
             jax.block_until_ready(program(*leaves))
             seconds[name].append(time.perf_counter() - begun)
-    medians = {name: statistics.median(of[1:]) for name, of in seconds.items()}
+    medians = {name: statistics.median(durations[1:]) for name, durations in seconds.items()}
     numbers = list(known.values())
     found = {}
     for name, (program, _) in programs.items():

@@ -37,7 +37,7 @@ class Settings(BenchmarkFlags):
 
 
 def main(s: Settings) -> None:
-    """Measure what is missing and write the tables."""
+    """Measure missing cells and write the tables."""
     about = other_model("Table 17, factors found on MDQA, as printed")
     run_table(s, "L-Eval at 16k tokens (Table 17)", COLUMNS, PAPER, about)
 

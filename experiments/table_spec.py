@@ -207,10 +207,10 @@ def run(spec: Spec, s: GridFlags) -> dict[str, Any]:
         if seed_records := records.get(name or next(iter(records), "")):
             ours[title] = entry(seed_records, what, spec.columns)
     summary: dict[str, Any] = {"ours": ours, "paper": spec.paper}
-    for one, other, _ in spec.tests:
-        if one in records and other in records:
-            pairs = zip(records[one], records[other], strict=True)
-            summary[f"p_{one}_against_{other}"] = [paired_permutation_test(scores(a), scores(b)) for a, b in pairs]
+    for first, second, _ in spec.tests:
+        if first in records and second in records:
+            pairs = zip(records[first], records[second], strict=True)
+            summary[f"p_{first}_against_{second}"] = [paired_permutation_test(scores(a), scores(b)) for a, b in pairs]
     if spec.measure:
         summary |= measured(spec, s, list(found.values()))
     return summary | ({"refused": refused} if spec.skip_refused else {}) | provenance(list(found.values()))
@@ -318,8 +318,8 @@ def tables(spec: Spec, s: GridFlags, summary: Mapping[str, Any]) -> list[str]:
         variance = "-" if summary["sample variance"] is None else f"{summary['sample variance']:.3f}"
         totals = [["ours", f"{summary['mean']:.2f}", variance], ["paper", *spec.paper_totals]]
         parts.append(markdown_table(["over the sets", "mean", "sample variance"], totals))
-    for one, other, said in spec.tests:
-        if p := summary.get(f"p_{one}_against_{other}"):
+    for first, second, said in spec.tests:
+        if p := summary.get(f"p_{first}_against_{second}"):
             parts.append(f"{said}, paired: p {', '.join(map(show_p, p))}.\n")
     return parts + [f"Not run: {name} ({reason}).\n" for name, reason in summary.get("refused", {}).items()]
 

@@ -1,4 +1,4 @@
-"""Do factors transfer to what they were not searched on: other lengths, keys, tasks, plain text, other models?
+"""Do factors transfer beyond their search: to other lengths, keys, tasks, plain text, other models?
 
     python experiments/transfer.py --models smollm2-135m-instruct --factors short=A/factors.json mixed=B/factors.json \\
         --num-pairs 5 10 20 --other-key-lengths 8 --num-sentences 40 --data nq-open-oracle.jsonl.gz --oracle \\
@@ -148,8 +148,8 @@ def measure(
             continue
         windows = spaced(Perplexity(data=path, window=window).windows(loaded.tokenizer, "test"), f.text_limit)
         nlls = text_nlls(model, windows, candidate, max(1, 2048 // window) if f.batch_size is None else f.batch_size)
-        quarters = [np.array_split(nll[part.scored :], QUARTERS) for part, nll in zip(windows, nlls, strict=True)]
-        scores[title] = {"metric": "nats a token", "scores": [[float(part.mean()) for part in of] for of in quarters]}
+        quarters = [np.array_split(nll[text_window.scored :], QUARTERS) for text_window, nll in zip(windows, nlls, strict=True)]
+        scores[title] = {"metric": "nats a token", "scores": [[float(part.mean()) for part in parts] for parts in quarters]}
     return {"targets": scores}
 
 
@@ -284,8 +284,8 @@ def main(s: Settings) -> None:
             figures = compare(np.array(ours["scores"], float), np.array(baseline["scores"], float))
             scale, digits = (1, 3) if is_text(title) else (100, 1)
             by_position = " ".join(f"{scale * value:+.{digits}f}" for value in figures["by_position"])
-            what = f"{title} ({record['note']})" if record["note"] else title
-            rows.append([name, Path(model).name, what, *show(figures, title), by_position])
+            target = f"{title} ({record['note']})" if record["note"] else title
+            rows.append([name, Path(model).name, target, *show(figures, title), by_position])
             summary.append({"factors": name, "model": model, "target": title, "note": record["note"], **figures})
     header = ["factors", "model", "target", "baseline", "found", "found - baseline", "p", "by position"]
     about = (

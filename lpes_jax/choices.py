@@ -6,7 +6,7 @@ TaskName = Literal[
     "kv", "mdqa", "needle", "niah", "vt", "cwe", "fwe", "many_shot", "zero_scrolls", "l_eval", "mmlu", "ceval", "perplexity"
 ]
 ProfileTask = Literal["kv", "single_1", "multikey_2", "multikey_3", "near_keys", "vt"]
-Placing = Literal["spread", "together"]  # where the facts of a task with several stand (lpes_jax.tasks.variable_tracking)
+Placing = Literal["spread", "together"]  # where a task with several facts puts them (lpes_jax.tasks.variable_tracking)
 FirstLine = Literal["stripped", "original", "all"]  # which line of an output is scored (lpes_jax.tasks.metrics)
 Split = Literal["search", "test", "all"]  # which questions of a task
 Overlength = Literal["error", "skip"]  # what happens to a prompt that is too long for the model's window

@@ -31,8 +31,8 @@ def fold_gains(model: Llama, factors: LayerFactors, where: str = "factors") -> L
     unchanged.
 
     Raises:
-        UserError: The model already holds factors, the gains do not fit the model, or KV groups have different gains while one
-            norm is shared by the queries of all heads (qwen3).
+        UserError: The model already contains factors, the gains do not fit the model, or KV groups have different gains but
+            share one norm of the queries (qwen3).
     """
     refuse_marked(model.config.mark, where)
     folded = multiplied(model, gains_of_tensors(factors, model.config, where))

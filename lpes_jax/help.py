@@ -45,8 +45,8 @@ def short_help(defaults: Settings, given: Settings, prog: str, manual: str, widt
     for heading, flags in groups:
         lines += ["", f"{heading}:", *(line for flag in flags for line in _printed(flag, width))]
     left_out += len(defaults.flat()) - sum(len(flags) for _, flags in groups)
-    others = f"the other {left_out} flag{'s' * (left_out > 1)}, and " if left_out else ""
-    last = [f"--help-all shows {others}more of each."]
+    hidden = f"the other {left_out} flag{'s' * (left_out > 1)}, and " if left_out else ""
+    last = [f"--help-all shows {hidden}more of each."]
     deciding = [f"--{name}" for name in ("task", "algorithm", "preset") if name in defaults.flat()]
     if deciding:
         last += [f"Others have other flags: give {' or '.join(deciding)} with --help."]
@@ -143,8 +143,8 @@ def _head(manual: str, width: int) -> Iterator[str]:
     paragraph, _, rest = manual.strip().partition("\n\n")
     yield from textwrap.wrap(" ".join(paragraph.split()), width)
     if examples := re.match(r"Examples:\n((?:  .*\n?)*)", rest):
-        each = re.findall(r"  \S.*\n(?:      .*\n?)*", examples[1].rstrip() + "\n")
-        yield from ("", "Examples:", *"".join(each[:_EXAMPLES]).rstrip().splitlines())
+        listed = re.findall(r"  \S.*\n(?:      .*\n?)*", examples[1].rstrip() + "\n")
+        yield from ("", "Examples:", *"".join(listed[:_EXAMPLES]).rstrip().splitlines())
 
 
 def _printed(line: Line, width: int) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
     python -m lpes_jax.search ... --coordinator-address HOST:PORT --num-processes 2 --process-id 0     # on HOST
     python -m lpes_jax.search ... --coordinator-address HOST:PORT --num-processes 2 --process-id 1     # on the other
-    srun python -m lpes_jax.search ... --distributed      # where JAX knows the cluster: SLURM, Open MPI, ...
+    srun python -m lpes_jax.search ... --distributed      # on clusters that JAX knows: SLURM, Open MPI, ...
 
 Every process runs the same program with the same settings, makes the same decisions, and evaluates its part on its devices.
 Only process 0 reads and writes the run folder and prints; it sends what it reads to the others, so no shared file system is
@@ -11,8 +11,7 @@ needed for the run folder. Each process reads the model and the data itself, and
 No process blocks on a dead peer. Every process keeps a connection to process 0 (in addition to JAX's own) and reports on it
 that it is done or why it failed. If a process fails or is killed, all processes end with the same exit code, and process 0
 prints the reason on stderr. TCP keepalive or JAX detects a lost host within half a minute. A waiting process prints a line
-every ten
-seconds: each process until all have connected, then process 0 only.
+every ten seconds: each process until all have connected, then process 0 only.
 
 With a single process, all functions here do nothing or act locally.
 """
@@ -64,9 +63,9 @@ def start(flags: HostSettings) -> None:
     late = threading.Timer(flags.start_timeout, _too_late, [flags])
     late.daemon = True
     late.start()
-    where = f" at {flags.coordinator_address}" if flags.coordinator_address else ""
+    address = f" at {flags.coordinator_address}" if flags.coordinator_address else ""
     try:
-        with _waiting(f"the other processes{where} (--start-timeout {flags.start_timeout})"):
+        with _waiting(f"the other processes{address} (--start-timeout {flags.start_timeout})"):
             jax.distributed.initialize(
                 flags.coordinator_address,
                 flags.num_processes,
@@ -85,8 +84,10 @@ def start(flags: HostSettings) -> None:
     if jax.process_count() > 1:
         devices = Counter(device.process_index for device in jax.devices())
         if len(set(devices.values())) > 1 or len(devices) < jax.process_count():
-            each = ", ".join(str(devices[number]) for number in range(jax.process_count()))
-            raise UserError(f"the processes have different numbers of devices: {each}; make them equal (CUDA_VISIBLE_DEVICES)")
+            counts = ", ".join(str(devices[number]) for number in range(jax.process_count()))
+            raise UserError(
+                f"the processes have different numbers of devices: {counts}; make them equal (CUDA_VISIBLE_DEVICES)"
+            )
         host = (flags.coordinator_address or "").rpartition(":")[0]
         _company = _First(host or socket.gethostname()) if is_first() else _Other()
         process.set_farewell(_company.fail)
@@ -175,14 +176,14 @@ def _padded(size: int) -> int:
 
 
 @contextmanager
-def _waiting(for_what: str) -> Iterator[None]:
+def _waiting(awaited: str) -> Iterator[None]:
     """Print every ten seconds on stderr that this process waits. (Once connected, only process 0 has a stderr.)"""
     over, begun = threading.Event(), time.monotonic()
 
     def say() -> None:
         while not over.wait(_WAIT):
             with suppress(OSError, ValueError):
-                print(f"waiting for {for_what}, {time.monotonic() - begun:.0f} s so far", file=sys.stderr, flush=True)
+                print(f"waiting for {awaited}, {time.monotonic() - begun:.0f} s so far", file=sys.stderr, flush=True)
 
     threading.Thread(target=say, daemon=True).start()
     try:
@@ -192,9 +193,9 @@ def _waiting(for_what: str) -> Iterator[None]:
 
 
 def _too_late(flags: HostSettings) -> None:
-    where = f"--coordinator-address {flags.coordinator_address}" if flags.coordinator_address else "--distributed"
+    flag = f"--coordinator-address {flags.coordinator_address}" if flags.coordinator_address else "--distributed"
     many = f"the {flags.num_processes} processes" if flags.num_processes else "the processes"
-    line = f"error: {where}: {many} did not all connect in {flags.start_timeout} s; start each of them, with one address and an"
+    line = f"error: {flag}: {many} did not all connect in {flags.start_timeout} s; start each of them, with one address and an"
     _end(2, f"{line} id of its own, and check that no firewall is between them (--start-timeout waits longer)")
 
 
@@ -223,7 +224,7 @@ class _First:
             from_first(lambda: (host, listener.address[1], key))
             self._others: dict[int, Any] = {}  # connections by process
             while len(self._others) < jax.process_count() - 1:
-                with suppress(AuthenticationError, OSError, EOFError):  # a connection that is not from a process of ours
+                with suppress(AuthenticationError, OSError, EOFError):  # not a connection from one of our processes
                     connection = listener.accept()
                     self._others[connection.recv()] = _kept_alive(connection)
         self._ending, self._all_done = threading.Lock(), threading.Event()

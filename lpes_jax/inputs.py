@@ -31,7 +31,7 @@ def checked_tokens(model: Llama, tokens: Any, what: str = "tokens") -> Int[Array
             f"{tokens.dtype}"
         )
     if not is_traced(tokens):
-        check_ids(model, np.asarray(tokens), f"{what} hold")
+        check_ids(model, np.asarray(tokens), f"{what} contain")
     return jnp.asarray(tokens, jnp.int32)
 
 
@@ -40,7 +40,7 @@ def checked_factors(
 ) -> None:
     """Raise UserError for factors that are out of range or do not fit the model.
 
-    A model that already holds factors accepts only factors of 1 (and traced populations, which a search scores).
+    A model that already contains factors accepts only factors of 1 (and traced populations, which a search scores).
 
     Args:
         config: The model's config.
@@ -60,12 +60,14 @@ def checked_factors(
             raise UserError(f"{what} must be numbers, the same count in every layer") from None
         if population and (values.ndim < 2 or not len(values)):
             raise UserError(f"{what} must have a leading axis of individuals, at least one; got shape {list(values.shape)}")
-        each = values if population else [values]
+        rows = values if population else [values]
         if what == "gains":
-            individuals = [LayerFactors(np.ones(config.num_layers), "layer", np.asarray(one), granularity) for one in each]
+            individuals = [
+                LayerFactors(np.ones(config.num_layers), "layer", np.asarray(individual), granularity) for individual in rows
+            ]
         else:
-            individuals = [LayerFactors(np.asarray(one), granularity) for one in each]
-    if not population if is_traced(factors) else not all(one.changes_nothing for one in individuals):
+            individuals = [LayerFactors(np.asarray(individual), granularity) for individual in rows]
+    if not population if is_traced(factors) else not all(individual.changes_nothing for individual in individuals):
         refuse_marked(config.mark, what)
-    for one in individuals:
-        one.for_model(config.num_layers, config.num_kv_heads, config.rotary_dim)
+    for individual in individuals:
+        individual.for_model(config.num_layers, config.num_kv_heads, config.rotary_dim)

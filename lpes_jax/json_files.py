@@ -95,7 +95,7 @@ def kind_of(value: Any) -> str:
 
 
 def is_number(value: Any) -> bool:
-    """Whether the value is a finite number that an array can hold (true and false are not numbers)."""
+    """Whether the value is a finite number that fits into an array (true and false are not numbers)."""
     if isinstance(value, int):
         return not isinstance(value, bool) and abs(value) < 2**63
     return isinstance(value, float) and math.isfinite(value)

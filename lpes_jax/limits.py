@@ -4,7 +4,7 @@
 
 Bounds are far above what any run needs, but low enough that a value within them neither fills the memory nor runs forever
 before a model is opened. A field has the same bounds in every dataclass. Limits that depend on the model, the data or other
-fields are checked where those are known.
+fields are checked when those are known.
 """
 
 import numbers
@@ -22,11 +22,11 @@ from lpes_jax.errors import UserError
 
 @dataclass(frozen=True)
 class Bound:
-    """A range from `least` to `most`, both included unless `above` or `below` is set; `of` names the unit."""
+    """A range from `least` to `most`, both included unless `above` or `below` is set; `unit` follows it in messages."""
 
     least: int | float
     most: int | float
-    of: str
+    unit: str
     above: bool = False
     below: bool = False
 
@@ -145,7 +145,7 @@ def check_bounds(settings: Any, prefix: str = "--") -> None:
 def check_number(flag: str, value: Any, bound: Bound, kind: type = int) -> None:
     """Raise UserError for a value that is not a number of type `kind` (float: any number) or is out of `bound`."""
     wanted = numbers.Integral if kind is int else numbers.Real
-    shown, unit = _shown(value), f" ({bound.of})"
+    shown, unit = _shown(value), f" ({bound.unit})"
     if isinstance(value, bool) or not isinstance(value, wanted):
         raise UserError(f"{flag} must be a {'whole ' if kind is int else ''}number, got {shown}")
     number: Any = value  # int or float; the types of `numbers` have no order
@@ -171,7 +171,7 @@ def check_text_size(count: int, item: str, characters: int, way_out: str) -> Non
 
 
 def check_individuals(individuals: int) -> None:
-    """Raise UserError for a search of more individuals than a history can hold."""
+    """Raise UserError for a search of more individuals than a history can have."""
     if individuals > MOST_INDIVIDUALS:
         raise UserError(
             f"--generations makes {individuals:,} individuals with these settings, more than {MOST_INDIVIDUALS:,}; "

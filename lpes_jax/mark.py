@@ -1,11 +1,11 @@
-"""The mark of a model that already holds factors: a folder or a .gguf file that `lpes_jax.export` wrote.
+"""The mark of a model that already contains factors: a folder or a .gguf file that `lpes_jax.export` wrote.
 
 Factors inside the weights or the RoPE of a file cannot be told from the model's own values. Applied again, they would count
 twice. Exported files therefore name their factors: config.json under `lpes_mark`, GGUF metadata under `lpes.mark` (JSON text).
 
     {"factors_sha256": "6f1c...", "gains": "query weights", "rates": null}
 
-gains, rates: where the file stores them; null where the factors have none. All code that applies factors to a model calls
+gains, rates: where the file stores them; null if the factors have none. All code that applies factors to a model calls
 `refuse_marked` first, unless all factors and gains are 1.
 """
 
@@ -20,7 +20,7 @@ KEY, GGUF_KEY = "lpes_mark", "lpes.mark"
 
 @dataclass(frozen=True)
 class Mark:
-    """Which factors (`LayerFactors.sha256`) a model holds, and where its files store them."""
+    """Which factors (`LayerFactors.sha256`) a model contains, and where its files store them."""
 
     factors_sha256: str
     gains: str | None = None
@@ -50,12 +50,12 @@ class Mark:
         return json.dumps(self.record)
 
     def __str__(self) -> str:
-        held = {"gains": self.gains, "rates": self.rates}
-        parts = [f"{what} in {where}" for what, where in held.items() if where]
+        parts_stored = {"gains": self.gains, "rates": self.rates}
+        parts = [f"{noun} in {stored}" for noun, stored in parts_stored.items() if stored]
         return f"factors of sha256 {self.factors_sha256:.8} ({', '.join(parts) or 'all of them 1'})"
 
 
 def refuse_marked(mark: Mark | None, where: str = "factors") -> None:
-    """Raise UserError if the model already holds factors; `where` names the factors that would be applied again."""
+    """Raise UserError if the model already contains factors; `where` names the factors that would be applied again."""
     if mark is not None:
-        raise UserError(f"{where}: the model already holds {mark}; use the model that it was exported from")
+        raise UserError(f"{where}: the model already contains {mark}; use the model that it was exported from")

@@ -8,8 +8,7 @@
   Variables that say where and how to run stay. An environment that cannot work (no working directory, a value that JAX refuses,
   a platform without a device) is reported in one line with exit code 2.
 - A thread of its own handles SIGINT and SIGTERM: it ends the process at any moment, with exit code 128 + the signal's number
-and
-  one line. Nothing is raised in the main thread, because an exception that arrives while Python imports or XLA compiles is
+  and one line. Nothing is raised in the main thread, because an exception that arrives while Python imports or XLA compiles is
   lost, or crashes. Work that must be done before the end is registered with `graceful`, `saying`, `cleaning` and `unbroken`.
 
 A program that imports lpes_jax keeps its own streams, environment and signal handlers, and gets a KeyboardInterrupt.
@@ -35,7 +34,7 @@ from lpes_jax.errors import Interrupted, UserError
 
 PLAIN = "lpes_jax.plain"  # the error handler of encodings: missing characters become ASCII
 _SPELLED = {"±": "+/-", "…": "...", "–": "-", "—": "-", "‘": "'", "’": "'", "“": '"', "”": '"', "×": "x"}
-# JAX's settings that change results or raise errors where there are none. All others are kept.
+# JAX's settings that change results or turn warnings into errors. All others are kept.
 _SET_ASIDE = re.compile(
     "JAX_(ENABLE_X64|EXPLICIT_X64_DTYPES|DEFAULT_DTYPE_BITS|NUMPY_(RANK|DTYPE)_PROMOTION|DEBUG_(NANS|INFS|KEY_REUSE)|DISABLE_JIT"
     "|DEFAULT_PRNG_IMPL|ENABLE_CUSTOM_PRNG|LEGACY_PRNG_KEY|THREEFRY_PARTITIONABLE|RANDOM_SEED_OFFSET|DEFAULT_DEVICE"
@@ -72,7 +71,7 @@ def take_over() -> None:
     signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     threading.Thread(target=_watch, args=(reader, writer), daemon=True).start()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: None)  # the thread handles it, at once and not between two bytecodes
+        signal.signal(number, lambda number, frame: None)  # the thread handles it at once, not between two bytecodes
     sys.stdout, sys.stderr = _surviving(sys.stdout, 1), _surviving(sys.stderr, 2)
     try:
         _check_environment()
@@ -80,8 +79,23 @@ def take_over() -> None:
         leave(2, f"error: {error}")
 
 
+def import_transformers() -> None:
+    """In a command: import transformers' tokenizers without torch, which they do not need and which takes seconds.
+
+    For transformers there is no torch in this process from then on.
+    """
+    if not _owned or sys.modules.keys() & {"torch", "transformers"}:
+        return
+    sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]  # makes every import of it fail
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
+    try:
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
+    finally:
+        del sys.modules["torch"]
+
+
 def import_jax() -> None:
-    """Import JAX. Raises UserError where it refuses a setting in the environment."""
+    """Import JAX. Raises UserError if it refuses a setting in the environment."""
     try:
         import jax  # noqa: F401
     except ValueError as error:

@@ -3,7 +3,7 @@
     f'(x, i) = f(x, i / s)                                              (paper, Eq. 2)
 
 Dividing all positions of a layer by its factor s is the same as dividing the layer's inverse frequencies by s. LPES, position
-interpolation and finer factors are therefore all tables: row l holds the inverse frequencies of layer l, either once (G = 1) or
+interpolation and finer factors are therefore all tables: row l has the inverse frequencies of layer l, either once (G = 1) or
 once per KV group (G = K). No position information is baked into a model or cached.
 
 A table has a second column, the gains. A gain multiplies its frequency's part of q . k. It is applied to the queries only:

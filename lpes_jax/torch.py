@@ -40,7 +40,7 @@ from typing import Any
 
 import torch  # pyright: ignore[reportMissingImports]
 
-KEY, MARK_KEY = "lpes_factors", "lpes_mark"  # keys of config.json; the second marks a model that already holds factors
+KEY, MARK_KEY = "lpes_factors", "lpes_mark"  # keys of config.json; the second marks a model that already contains factors
 APPLIES_TO = "position / factor"
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3")
 TOLERANCE = 2e-2  # of the self-test, for float32 logits of two libraries
@@ -68,7 +68,7 @@ def apply_layer_factors(
         An object whose `close()` undoes the change; it is also a context manager.
 
     Raises:
-        ValueError: The model already holds factors, the factors do not fit it, they were found for a model of other sizes or
+        ValueError: The model already contains factors, the factors do not fit it, they were found for a model of other sizes or
             another RoPE base (unless `other_model`), or its type is not in `MODEL_TYPES`.
     """
     decoder = _decoder(model)
@@ -96,7 +96,7 @@ def _decoder(model: torch.nn.Module) -> Any:
     for module in model.modules():
         if hasattr(module, "layers") and hasattr(module, "rotary_emb"):
             if (mark := getattr(module.config, MARK_KEY, None)) is not None:
-                raise ValueError(f"the model already holds factors (sha256 {mark['factors_sha256']:.8}); it needs no others")
+                raise ValueError(f"the model already contains factors (sha256 {mark['factors_sha256']:.8}); it needs no others")
             if module.config.model_type in MODEL_TYPES:
                 return module
             raise ValueError(f"model_type {module.config.model_type!r} is not supported; supported: {', '.join(MODEL_TYPES)}")
@@ -190,7 +190,7 @@ def _hook(
 ) -> Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]:
     """The hook that replaces a layer's cos and sin: [B, T, R] each, or [B, K, T, R] if KV groups have their own.
 
-    `multipliers` is [G, R/2]. `fixed` holds the inverse frequencies and the multiplier of cos and sin; None: those of `rotary`.
+    `multipliers` is [G, R/2]. `fixed` has the inverse frequencies and the multiplier of cos and sin; None: those of `rotary`.
     """
 
     def replace(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 def byte_tokenizer(
     special: Sequence[str] = (), *, bos: bool = False, backwards: bool = False, chat_template: str | None = None
 ) -> PreTrainedTokenizerFast:
-    """256 tokens, from the last to the first where `backwards`, and `special` behind them.
+    """256 tokens, with `backwards` from the last to the first, and `special` after them.
 
     The first of `special` is the beginning-of-text token, which stands before every text where `bos`.
     """

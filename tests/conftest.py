@@ -1,4 +1,4 @@
-"""What all tests share: strict dtypes around our own code, tiny models, and the real model where it can be had."""
+"""Shared by all tests: strict dtypes around our own code, tiny models, and the real model if it is present."""
 
 import gc
 import os
@@ -45,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Eight virtual devices are for tests/devices alone, which tests/test_devices.py runs."""
+    """Eight virtual devices are only for tests/devices, which tests/test_devices.py runs."""
     return True if collection_path == DEVICES else None  # named on the command line it is collected nevertheless
 
 
@@ -66,7 +66,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A program that several tests of this process compile is compiled once: a cache of this process alone.
+    """A program that several tests of this process compile is compiled once: a cache of only this process.
 
     The processes that tests start find no cache (JAX_COMPILATION_CACHE_DIR above), unless the test gives them one. A cache of
     all processes would save little more: they have few programs in common, and tracing and lowering cost more than compiling.

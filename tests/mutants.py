@@ -96,13 +96,13 @@ def changes(source: str) -> list[tuple[int, str, str]]:
 
 
 def draw(seed: int, count: int) -> list[dict]:
-    """As many of each file, as far as that goes; a line at most once."""
+    """Equally many mutants of each file; each line at most once."""
     rng, drawn = random.Random(seed), []
     for number, file in enumerate(FILES):
         share = count // len(FILES) + (number < count % len(FILES))
-        places = changes((ROOT / file).read_text())
-        rng.shuffle(places)
-        by_line = {line: (line, before, after) for line, before, after in places}
+        candidates = changes((ROOT / file).read_text())
+        rng.shuffle(candidates)
+        by_line = {line: (line, before, after) for line, before, after in candidates}
         for line, before, after in list(by_line.values())[:share]:
             drawn.append({"file": file, "line": line + 1, "before": before.strip(), "after": after.strip()})
     return drawn
@@ -139,12 +139,12 @@ def run(mutant: dict, tree: Path, seconds: float) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser()
     verbs = parser.add_subparsers(dest="verb", required=True)
-    of_draw, of_run = verbs.add_parser("draw"), verbs.add_parser("run")
-    of_draw.add_argument("--seed", type=int, default=22)
-    of_draw.add_argument("--count", type=int, default=30)
-    of_run.add_argument("folder", type=Path)
-    of_run.add_argument("--only", type=int, nargs="*")
-    of_run.add_argument("--timeout", type=float, default=900)
+    draw_flags, run_flags = verbs.add_parser("draw"), verbs.add_parser("run")
+    draw_flags.add_argument("--seed", type=int, default=22)
+    draw_flags.add_argument("--count", type=int, default=30)
+    run_flags.add_argument("folder", type=Path)
+    run_flags.add_argument("--only", type=int, nargs="*")
+    run_flags.add_argument("--timeout", type=float, default=900)
     flags = parser.parse_args()
     if flags.verb == "draw":
         LIST.write_text(json.dumps(draw(flags.seed, flags.count), indent=1) + "\n")

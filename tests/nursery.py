@@ -1,4 +1,4 @@
-"""Commands in processes of their own that start in a second, and their searches: for tests of what happens to processes.
+"""Commands in their own processes, which start within a second, and their searches: for tests of processes.
 
 A nursery has imported everything but lpes_jax and forks a process for each command: a start costs a second and not five. Its
 processes draw no pictures (the files are empty), compile with few optimisations, and have a compilation cache in common.
@@ -16,8 +16,10 @@ import json, os, resource, sys, traceback
 import flax.nnx, gguf, jax, jinja2, matplotlib.backends.backend_agg, matplotlib.backends.backend_svg, matplotlib.figure
 import optax, rich.progress, safetensors.numpy, scipy.stats, tokenizers, tyro
 if sys.argv[1] == "hub":
+    sys.modules["torch"] = None  # as in a command: transformers imports no torch
     import transformers
     from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
+    del sys.modules["torch"]
 
 matplotlib.figure.Figure.savefig = lambda figure, path, **options: open(path, "wb").close()
 for line in sys.stdin:
@@ -67,7 +69,7 @@ ALGORITHMS = {
 
 
 class Nursery:
-    """Starts commands; of each it knows the pid and where its output goes. `hub`: has the hub client, with its settings."""
+    """Starts commands, and knows the pid and the output file of each. `hub`: has the hub client, with its settings."""
 
     def __init__(self, model: Path, folder: Path, hub: bool = True):
         self.folder, self.model, self.commands = folder, model, 0

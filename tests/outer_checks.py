@@ -1,4 +1,4 @@
-"""What jaxtyping and beartype check while tests run: functions and classes of lpes_jax, but no functions inside functions.
+"""jaxtyping and beartype check functions and classes of lpes_jax while tests run, but no functions inside functions.
 
 Those are made anew at each call, and beartype would compile their checks anew each time: an eighth of the time of a search.
 """
@@ -17,7 +17,7 @@ def _jaxtyped(*arguments: Any, **named: Any) -> Any:
 
 
 def _unless_inside(decorate: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda it: it if "<locals>" in getattr(it, "__qualname__", "") else decorate(it)
+    return lambda decorated: decorated if "<locals>" in getattr(decorated, "__qualname__", "") else decorate(decorated)
 
 
 jaxtyping.jaxtyped = _jaxtyped

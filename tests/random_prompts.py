@@ -25,7 +25,7 @@ def with_likely_answers(model: lj.Llama, prompts: list[EncodedPrompt]) -> list[E
 
 
 def population_of(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
-    """Factors from 1 to 2. The first individual is the model as it is, so that some verdicts are right."""
+    """Factors from 1 to 2. The first individual has factors of 1, so that some verdicts are right."""
     factors = np.random.default_rng(seed).uniform(1, 2, shape)
     factors[0] = 1
     return factors

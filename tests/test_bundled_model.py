@@ -27,11 +27,11 @@ SMALL_SEARCH = (
 
 
 @pytest.mark.slow
-def test_it_loses_the_middle_of_a_long_prompt():
+def test_the_bundled_model_loses_the_middle_of_a_long_prompt():
     model, tokenizer = lj.load_model(NAME, "float32"), lj.load_tokenizer(NAME)
     pairs, positions = 36, (0, 50, 100)
     task = KeyValue(pairs, key_length=8)
-    examples = task.examples("test", 24, 0)
+    examples = task.examples("test", 12, 0)
     prompts = [task.prompt(example, task_prompts.slot(p, pairs), p) for example in examples for p in positions]
     encoded = task_prompts.encode(prompts, tokenizer, model.config.max_position_embeddings)
     factors = np.ones((1, model.config.num_layers))
@@ -77,7 +77,7 @@ def test_transformers_gives_the_same_logits():
 
 
 @pytest.mark.long
-def test_the_wheel_has_it(tmp_path):
+def test_the_wheel_has_the_bundled_model(tmp_path):
     source, site, elsewhere = tmp_path / "source", tmp_path / "site", tmp_path / "elsewhere"
     elsewhere.mkdir()
     for folder in ("lpes_jax", "models"):  # without what an earlier build left beside them

@@ -1,4 +1,4 @@
-"""The commands as users run them: real processes, their exit codes, and what they leave.
+"""The commands as users run them: real processes, their exit codes, and their files.
 
 A search and a mistake start from nothing, as a user's do; the other processes come from the nursery.
 """

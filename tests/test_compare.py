@@ -38,8 +38,8 @@ def test_all_methods_are_measured_on_the_same_prompts(compared):
     folder, record = compared
     assert list(record["methods"]) == list(NAMES) and record["refused"] == {}
     samples = [json.loads(line) for line in (folder / "out/samples.jsonl").read_text().splitlines()]
-    prompts = {name: [it["prompt_hash"] for it in samples if it["method"] == name] for name in NAMES}
-    assert len(prompts["baseline"]) == 4 and all(of_method == prompts["baseline"] for of_method in prompts.values())
+    prompts = {name: [entry["prompt_hash"] for entry in samples if entry["method"] == name] for name in NAMES}
+    assert len(prompts["baseline"]) == 4 and all(hashes == prompts["baseline"] for hashes in prompts.values())
     assert {path.name for path in (folder / "out").iterdir()} == {
         *("results.json", "results.md", "samples.jsonl", "positions.png", "positions.svg", "report.html"),
     }
@@ -51,20 +51,20 @@ def test_costs_and_tuning_are_recorded(compared):
     methods = compared[1]["methods"]
     assert [methods[name]["passes_per_token"] for name in ("baseline", "lpes", "attention_buckets")] == [1, 1, 7]
     assert methods["baseline"]["seconds_against_baseline"] == 1
-    for name, it in methods.items():
-        assert it["seconds_per_prompt"] > 0 and it["program_memory_bytes"] > 0
-        tried = it["tuning"]["tried"]
+    for name, entry in methods.items():
+        assert entry["seconds_per_prompt"] > 0 and entry["program_memory_bytes"] > 0
+        tried = entry["tuning"]["tried"]
         if name in ("uniform", "ntk_by_base", "yarn", "attention_buckets", "self_extend", "hidden_channel"):
             assert len(tried) == 2  # the budget
             best = max(tried, key=lambda one: (one["accuracy"], one["log_likelihood"]))
-            assert it["setting"] == best["setting"]
+            assert entry["setting"] == best["setting"]
         else:
             assert len(tried) in (0, 2)
     # The log-likelihood tells methods apart where accuracy does not: none is the plain model under another name.
     plain = methods["baseline"]["log_likelihood_by_position"]
     others = ("pi", "attention_buckets", "moice", "hidden_channel", "lpes")
     assert all(methods[name]["log_likelihood_by_position"] != plain for name in others)
-    first, second = (it["setting"].split(", ") for it in methods["hidden_channel"]["tuning"]["tried"])
+    first, second = (entry["setting"].split(", ") for entry in methods["hidden_channel"]["tuning"]["tried"])
     assert first[0] == second[0] and (first[1], second[1]) == ("factor 0", "factor 0.5")
 
 
@@ -114,7 +114,7 @@ def test_a_comparison_that_is_killed_goes_on(compared, nursery, model_folder, tm
     write_json(out / "unfinished/uniform.tuned.json", tuned | {"tried": [tuned["tried"][0] | {"accuracy": 0.125}]})
     resumed = run_comparison(settings.replace(resume=True))
     assert resumed["resumed"] and resumed["methods"]["uniform"]["acc,none"] == 0.25
-    assert [it["accuracy"] for it in resumed["methods"]["uniform"]["tuning"]["tried"]] == [0.125]
+    assert [entry["accuracy"] for entry in resumed["methods"]["uniform"]["tuning"]["tried"]] == [0.125]
     assert list(resumed["methods"]) == list(names) and not (out / "unfinished").exists()
     for name in ("baseline", "self_extend", "lpes"):
         now, before = resumed["methods"][name], whole["methods"][name]

@@ -19,7 +19,7 @@ NAMES = ("jax_compilation_cache_dir", "jax_enable_compilation_cache", *compilati
 
 
 def new_process() -> None:
-    """JAX forgets what it has compiled, and which folder it has looked into."""
+    """Make JAX forget its compiled programs, and the folder of its cache."""
     jax.clear_caches()
     compilation_cache.reset_cache()
 
@@ -72,7 +72,7 @@ def test_a_program_whose_writing_was_cut_off_is_written_anew(home):
     assert compiled()["from_cache"] == 1
 
 
-def test_what_the_user_has_chosen_stands(home):
+def test_the_users_choice_stays(home):
     for name, value in (("jax_compilation_cache_dir", str(home / "own")), ("jax_compilation_cache_max_size", 10**6)):
         jax.config.update(name, value)
     assert keep_programs() == home / "own" and jax.config.jax_compilation_cache_max_size == 10**6
@@ -110,7 +110,7 @@ def test_commands_keep_programs_and_an_import_does_not(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "wanted"), [("", {"xla_gpu_enable_triton_gemm": False}), ("--xla_gpu_enable_triton_gemm=true", {})]
 )
-def test_what_xla_flags_say_of_large_products_stands(flags, wanted):
+def test_xla_flags_for_large_products_stay(flags, wanted):
     code = "import jax, lpes_jax.compilation as it; jax.devices(); print(it.LARGE_PRODUCTS)"  # XLA ends at an unknown flag
     done = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | {"XLA_FLAGS": flags}, capture_output=True, text=True, check=False

@@ -113,14 +113,14 @@ def test_gradients_equal_finite_differences(x):
     with jax.enable_x64(True):
         points = jnp.asarray(np.stack([x, [1.2, 1.9, 1.1, 1.5]], axis=-1), jnp.float64)
         assert points.dtype == jnp.float64
-        of_12 = jax.jit(partial(bezier, num_layers=12))
-        jacobian = np.asarray(jax.jit(jax.jacrev(of_12))(points))
-        forward = np.asarray(jax.jit(jax.jacfwd(of_12))(points))
+        curve_of_12 = jax.jit(partial(bezier, num_layers=12))
+        jacobian = np.asarray(jax.jit(jax.jacrev(curve_of_12))(points))
+        forward = np.asarray(jax.jit(jax.jacfwd(curve_of_12))(points))
         step = 1e-4 * 0.02  # of a fourth-order difference
         differences = np.zeros_like(jacobian)
-        for at in np.ndindex(4, 2):
-            moved = [np.asarray(of_12(points.at[at].add(k * step))) for k in (-2, -1, 1, 2)]
-            differences[:, *at] = (moved[0] - 8 * moved[1] + 8 * moved[2] - moved[3]) / (12 * step)
+        for index in np.ndindex(4, 2):
+            moved = [np.asarray(curve_of_12(points.at[index].add(k * step))) for k in (-2, -1, 1, 2)]
+            differences[:, *index] = (moved[0] - 8 * moved[1] + 8 * moved[2] - moved[3]) / (12 * step)
     assert np.isfinite(jacobian).all()
     np.testing.assert_allclose(jacobian, forward, rtol=1e-9, atol=1e-12)
     np.testing.assert_allclose(jacobian, differences, rtol=1e-6, atol=1e-7 * np.abs(differences).max())
@@ -138,11 +138,11 @@ def test_float32_gradients_have_no_nan():
 @pytest.mark.parametrize("curve", ["bezier", "linear", "step", "authors"])
 def test_jit_and_vmap_change_nothing(curve):
     population = jnp.array([VICUNA, [[0, 1], [2, 2], [9, 1], [29, 1.5]], [[0, 1.5], [10, 1.5], [20, 1.5], [29, 1.5]]])
-    of_30 = partial(CURVES[curve], num_layers=30)
-    together = jax.jit(jax.vmap(of_30))(population)
+    curve_of_30 = partial(CURVES[curve], num_layers=30)
+    together = jax.jit(jax.vmap(curve_of_30))(population)
     assert together.shape == (3, 30)
-    for alone, row in zip(population, together, strict=True):
-        np.testing.assert_allclose(of_30(alone), row, rtol=0, atol=3e-7)
+    for points, row in zip(population, together, strict=True):
+        np.testing.assert_allclose(curve_of_30(points), row, rtol=0, atol=3e-7)
     np.testing.assert_array_equal(np.asarray(together)[2].round(6), 1.5)
 
 

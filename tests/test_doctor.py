@@ -1,4 +1,4 @@
-"""The verb doctor: what it says of models whose facts are known, and its exit codes."""
+"""The verb doctor: its output for known models, and its exit codes."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""What a result carries: differences from the baseline worked out by hand, and where it comes from."""
+"""The contents of a result: differences from the baseline, computed by hand, and its origin."""
 
 import hashlib
 import subprocess
@@ -28,7 +28,7 @@ PLACES = slots_of(TASK, (0, 100))
 def outcome(name: str, verdicts: list[list[int]]) -> Outcome:
     """Of questions at two positions."""
     examples = TASK.examples("test", len(verdicts), 0)
-    prompts = [TASK.prompt(example, *place) for example in examples for place in PLACES]
+    prompts = [TASK.prompt(example, *task_slot) for example in examples for task_slot in PLACES]
     counts = {"questions_skipped": 0}
     return Outcome(Candidate(name), prompts, {"prefix": np.array(verdicts, float)}, None, 0, [9] * len(prompts), counts)
 
@@ -42,12 +42,12 @@ def test_differences_by_hand(tmp_path):
     record = results_record(TASK, outcomes, PLACES, {"data": str(tmp_path / "data.jsonl")}, 0.0)
     assert record["data_sha256"] == hashlib.sha256(b"{}").hexdigest()
     assert "against_baseline" not in record["methods"][BASELINE]
-    it, same = (record["methods"][name]["against_baseline"] for name in ("better", "same"))
-    assert it["by_position"]["0"]["difference"] == 0.75 and it["by_position"]["100"]["difference"] == 0
-    assert it["by_position"]["0"]["p_mcnemar"] == 2 / 2**6 and it["by_position"]["100"]["p_mcnemar"] == 1
-    assert it["difference"] == 0.375 and it["interval"][0] < 0.375 < it["interval"][1]
-    assert it["by_position"]["0"]["interval"][0] > 0.25 and it["by_position"]["0"]["interval"][1] == 1
-    assert it["p_holm"] == pytest.approx(2 * it["p"]) and same["p_holm"] == 1 and same["interval"] == [0, 0]
+    against, same = (record["methods"][name]["against_baseline"] for name in ("better", "same"))
+    assert against["by_position"]["0"]["difference"] == 0.75 and against["by_position"]["100"]["difference"] == 0
+    assert against["by_position"]["0"]["p_mcnemar"] == 2 / 2**6 and against["by_position"]["100"]["p_mcnemar"] == 1
+    assert against["difference"] == 0.375 and against["interval"][0] < 0.375 < against["interval"][1]
+    assert against["by_position"]["0"]["interval"][0] > 0.25 and against["by_position"]["0"]["interval"][1] == 1
+    assert against["p_holm"] == pytest.approx(2 * against["p"]) and same["p_holm"] == 1 and same["interval"] == [0, 0]
     low, high = record["methods"]["better"]["acc_interval_by_position"]["0"]  # Wilson's of 6 in 8
     assert (low, high) == pytest.approx((0.40927, 0.92852), abs=1e-4)
 
@@ -59,7 +59,7 @@ def test_differences_by_hand(tmp_path):
     assert "correction covers all 2 comparisons" in table and "McNemar" in table
     assert differences({BASELINE: record["methods"][BASELINE]}) == ""
     # Scores between 0 and 1 are no verdicts: McNemar's test has nothing to say.
-    half = [replace(it, scores={"prefix": it.main / 2}) for it in outcomes]
+    half = [replace(measured, scores={"prefix": measured.main / 2}) for measured in outcomes]
     figures = results_record(TASK, half, PLACES, {}, 0.0)["methods"]["better"]
     assert figures["against_baseline"]["by_position"]["0"]["p_mcnemar"] is None
     assert figures["against_baseline"]["difference"] == 0.1875
@@ -84,13 +84,13 @@ def test_a_folder_has_a_hash_of_names_and_contents(tmp_path):
 
 def test_the_environment_is_this_one(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--some=flag")
-    it = environment()
-    assert it["versions"]["jax"] == jax.__version__ and it["xla_flags"] == "--some=flag"
-    assert it["devices"]["platform"] == "cpu" and it["deterministic"] is True  # a CPU is, whatever its flags
+    record = environment()
+    assert record["versions"]["jax"] == jax.__version__ and record["xla_flags"] == "--some=flag"
+    assert record["devices"]["platform"] == "cpu" and record["deterministic"] is True  # a CPU is, whatever its flags
     root = Path(__file__).parent.parent
     if (root / ".git").exists():
         head = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-        assert it["git_commit"].removesuffix("-dirty") == head
+        assert record["git_commit"].removesuffix("-dirty") == head
 
 
 def test_verdicts_are_looked_at_alone_in_16_bits_only(tiny_model: Llama, model_folder: Path):
@@ -99,9 +99,9 @@ def test_verdicts_are_looked_at_alone_in_16_bits_only(tiny_model: Llama, model_f
     tokenizer, examples = load(str(model_folder), "float32").tokenizer, TASK.examples("test", 2, 0)
     for dtype, counted in ((jnp.float32, False), (jnp.bfloat16, True)):
         model = jax.tree.map(lambda leaf, dtype=dtype: leaf.astype(dtype), tiny_model)
-        [it] = evaluate(model, tokenizer, TASK, examples, PLACES, [Candidate(BASELINE)])
-        assert ("verdicts_changed_alone" in it.counts) == counted
-        assert 0 <= it.counts.get("verdicts_changed_alone", 0) <= min(SINGLE, 4)
+        [baseline] = evaluate(model, tokenizer, TASK, examples, PLACES, [Candidate(BASELINE)])
+        assert ("verdicts_changed_alone" in baseline.counts) == counted
+        assert 0 <= baseline.counts.get("verdicts_changed_alone", 0) <= min(SINGLE, 4)
 
 
 def test_what_was_measured_is_not_measured_again(tiny_model: Llama, model_folder: Path):
@@ -114,7 +114,7 @@ def test_what_was_measured_is_not_measured_again(tiny_model: Llama, model_folder
     run = partial(evaluate, tiny_model, tokenizer, TASK, on_prompts=done.append, measured=measured)
     first = run(examples, PLACES, candidates)
     assert len(measured) == 2 and sum(done) == 3 * len(first[0].prompts)  # the model as it is has factors of 1
-    assert [it.candidate.name for it in first] == ["baseline", "ones", "other"] and first[1].main is first[0].main
+    assert [found.candidate.name for found in first] == ["baseline", "ones", "other"] and first[1].main is first[0].main
     assert not np.array_equal(first[2].log_likelihood, first[0].log_likelihood)
     [again] = run(examples, PLACES, [Candidate("lpes", other)])
     assert len(measured) == 2 and again.candidate.name == "lpes" and again.main is first[2].main

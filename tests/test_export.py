@@ -1,4 +1,4 @@
-"""The exported folder and its torch module against our own logits, live where torch is: families, RoPE kinds, granularities."""
+"""The exported folder and its torch module against our own logits, live with torch: families, RoPE kinds, granularities."""
 
 import json
 import os

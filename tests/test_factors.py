@@ -1,4 +1,4 @@
-"""The factors file: what is written is read back, and what cannot be used is refused in one line."""
+"""The factors file: written files are read back, and unusable ones are refused in one line."""
 
 import json
 import os

@@ -35,8 +35,8 @@ TOKENS = jnp.asarray(np.random.default_rng(0).integers(3, 120, (2, 12)), jnp.int
 
 def found(granularity: str, gains: str, seed: int = 0) -> lj.LayerFactors:
     rng = np.random.default_rng(seed)
-    factors, of_gains = rng.uniform(0.5, 2.0, SHAPES[granularity]), rng.uniform(0.4, 2.5, SHAPES[gains])
-    return lj.LayerFactors(factors, granularity, of_gains, gains)
+    factors, gain_values = rng.uniform(0.5, 2.0, SHAPES[granularity]), rng.uniform(0.4, 2.5, SHAPES[gains])
+    return lj.LayerFactors(factors, granularity, gain_values, gains)
 
 
 @jax.jit
@@ -57,7 +57,7 @@ def family(name: str, folder: Path) -> lj.Llama:
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_a_gain_multiplies_its_frequencies_part_of_q_k(granularity):
-    """By hand: the dot product of each pair of elements, rotated, times the pair's gain; what is not rotated has none."""
+    """By hand: the dot product of each pair of elements, rotated, times the pair's gain; others have no gain."""
     rng = np.random.default_rng(1)
     q, k = (jnp.asarray(rng.standard_normal((1, 3, heads, 12)), jnp.float32) for heads in (4, 2))
     inv_freq = jnp.asarray([1.0, 0.3, 0.1, 0.02])[None]
@@ -66,10 +66,10 @@ def test_a_gain_multiplies_its_frequencies_part_of_q_k(granularity):
     rotated_k, plain = rotate(k, cos, sin), rotate(q, cos, sin)
     for scaled in (rotate(q, cos * gains, sin * gains), rotate(apply_gains(q, jnp.asarray(gains)), cos, sin)):
         for head in range(4):
-            of_head = gains[head // 2 if len(gains) > 1 else 0]
+            head_gains = gains[head // 2 if len(gains) > 1 else 0]
             one, other = np.asarray(plain)[0, :, head], np.asarray(rotated_k)[0, :, head // 2]
             pairs = one[:, None] * other[None]
-            wanted = (pairs[..., :4] + pairs[..., 4:8]) @ of_head + pairs[..., 8:].sum(-1)
+            wanted = (pairs[..., :4] + pairs[..., 4:8]) @ head_gains + pairs[..., 8:].sum(-1)
             np.testing.assert_allclose(np.asarray(scaled)[0, :, head] @ other.T, wanted, rtol=2e-5, atol=1e-5)
 
 
@@ -110,22 +110,22 @@ def test_gains_in_the_table_in_the_weights_and_in_torch_are_the_same(tmp_path, n
     torch = _torch()
     reference = None if torch is None else _reference(torch, tmp_path)
     for gains in GRANULARITIES:
-        of_file = found("layer_band", gains)
-        wanted = np.asarray(by_table(model, TOKENS, by_group(model, table_of(of_file))))
-        without = replace(of_file, gains=None, gains_granularity=None)
+        loaded = found("layer_band", gains)
+        wanted = np.asarray(by_table(model, TOKENS, by_group(model, table_of(loaded))))
+        without = replace(loaded, gains=None, gains_granularity=None)
         without_gains = by_group(model, table_of(without))
         assert np.abs(by_table(model, TOKENS, without_gains) - wanted).max() > 1e-2
         if name == "qwen3" and "group" in gains:
             with pytest.raises(lj.UserError, match="found.json: gains of KV groups cannot be folded into the weights"):
-                fold_gains(model, of_file, "found.json")
+                fold_gains(model, loaded, "found.json")
         else:
-            folded = fold_gains(model, of_file)
+            folded = fold_gains(model, loaded)
             folded.config = model.config  # without its mark: one compiled program
             np.testing.assert_allclose(by_table(folded, TOKENS, without_gains), wanted, rtol=1e-5, atol=1e-5)
         if reference is not None:
             import lpes_jax.torch as lpes_torch
 
-            with lpes_torch.apply_layer_factors(reference, of_file):
+            with lpes_torch.apply_layer_factors(reference, loaded):
                 np.testing.assert_allclose(_torch_logits(torch, reference), wanted, rtol=0, atol=1e-4)
     np.testing.assert_array_equal(by_table(model, TOKENS, by_group(model, table_of())), plain)  # nothing was changed in place
     if reference is not None:
@@ -189,18 +189,18 @@ def test_gradients_in_gains_are_those_of_finite_differences(tiny_model):
             logits = output_logits(model, hidden_states(model, tokens, table))
             return jax.nn.log_softmax(logits[0, :-1])[jnp.arange(11), tokens[0, 1:]].sum()
 
-        at = jnp.asarray(rng.uniform(0.6, 1.6, (2, 3, 4)))
-        gradient = jax.jit(jax.grad(loss))(at)
+        point = jnp.asarray(rng.uniform(0.6, 1.6, (2, 3, 4)))
+        gradient = jax.jit(jax.grad(loss))(point)
         for index in [(1, layer, band) for layer in range(3) for band in range(4)] + [(0, 1, 2)]:
-            step = jnp.zeros_like(at).at[index].set(1e-5)
-            np.testing.assert_allclose((loss(at + step) - loss(at - step)) / 2e-5, gradient[index], rtol=1e-5, atol=1e-7)
+            step = jnp.zeros_like(point).at[index].set(1e-5)
+            np.testing.assert_allclose((loss(point + step) - loss(point - step)) / 2e-5, gradient[index], rtol=1e-5, atol=1e-7)
 
 
 def prompts() -> list[EncodedPrompt]:
     """Some that share a beginning, and one that does not."""
     rng = np.random.default_rng(5)
     head = rng.integers(3, 290, 40).tolist()
-    shared = [[*head, *rng.integers(3, 290, 3 + at).tolist()] for at in range(3)]
+    shared = [[*head, *rng.integers(3, 290, 3 + index).tolist()] for index in range(3)]
     return [EncodedPrompt(ids, [rng.integers(3, 290, 2).tolist()]) for ids in (*shared, rng.integers(3, 290, 9).tolist())]
 
 
@@ -213,8 +213,10 @@ def test_populations_of_gains_score_as_one_by_one_and_with_shared_prefixes_as_wi
     compiled = scorer.compilations
     others = scorer(factors[::-1], gains=gains[::-1] * 1.1, gains_granularity="layer_band").log_likelihood
     assert scorer.compilations == compiled and np.abs(others - together[::-1]).max() > 1e-3
-    alone = [scorer(factors[at : at + 1], gains=gains[at : at + 1], gains_granularity="layer_band") for at in range(5)]
-    np.testing.assert_allclose(np.concatenate([it.log_likelihood for it in alone]), together, rtol=1e-5, atol=3e-4)
+    separate = [
+        scorer(factors[index : index + 1], gains=gains[index : index + 1], gains_granularity="layer_band") for index in range(5)
+    ]
+    np.testing.assert_allclose(np.concatenate([scores.log_likelihood for scores in separate]), together, rtol=1e-5, atol=3e-4)
     plain = Scorer(tiny_model, prompts(), share_prefixes=False)(factors, gains=gains, gains_granularity="layer_band")
     np.testing.assert_allclose(plain.log_likelihood, together, rtol=1e-5, atol=3e-4)
     by_model = lj.logits(tiny_model, jnp.array([prompts()[3].ids + prompts()[3].answers[0]]), lj.LayerFactors(
@@ -230,17 +232,17 @@ def test_populations_of_gains_score_as_one_by_one_and_with_shared_prefixes_as_wi
 
 
 def test_generation_with_a_cache_is_generation_without_one(tiny_model):
-    of_file = lj.LayerFactors(
+    loaded = lj.LayerFactors(
         np.linspace(0.8, 1.4, 3), "layer", np.random.default_rng(7).uniform(0.4, 2, (3, 2, 4)), "layer_group_band"
     )
     ids = [prompt.ids for prompt in prompts()]
-    new = generate_ids(tiny_model, ids, factors=of_file, max_new_tokens=5)
-    assert new != generate_ids(tiny_model, ids, factors=replace(of_file, gains=None, gains_granularity=None), max_new_tokens=5)
+    new = generate_ids(tiny_model, ids, factors=loaded, max_new_tokens=5)
+    assert new != generate_ids(tiny_model, ids, factors=replace(loaded, gains=None, gains_granularity=None), max_new_tokens=5)
     for row, more in zip(ids, new, strict=True):
-        logits = np.asarray(lj.logits(tiny_model, jnp.array([row + more]), of_file))[0]
+        logits = np.asarray(lj.logits(tiny_model, jnp.array([row + more]), loaded))[0]
         assert logits[len(row) - 1 : -1].argmax(axis=-1).tolist() == more
     # A method that rotates by itself gets queries that have the gains: one that changes nothing is the plain model.
-    method = lpes(of_file)
+    method = lpes(loaded)
     assert generate_ids(tiny_model, ids, make_method=partial(method, tiny_model.config), max_new_tokens=5) == new
 
     def kept_whole(length: int) -> Method:
@@ -250,7 +252,7 @@ def test_generation_with_a_cache_is_generation_without_one(tiny_model):
 
 
 def test_a_replaced_attention_sees_the_gains_as_it_sees_them_in_the_weights(tiny_model):
-    of_file = lj.LayerFactors(np.ones(3), gains=np.array([0.4, 1.5, 2.0]))
+    loaded = lj.LayerFactors(np.ones(3), gains=np.array([0.4, 1.5, 2.0]))
     method = ms_poe(first_layer=0)(tiny_model.config, 12)
     lengths = jnp.array([12, 7], jnp.int32)
 
@@ -259,21 +261,21 @@ def test_a_replaced_attention_sees_the_gains_as_it_sees_them_in_the_weights(tiny
         return hidden_states(model, TOKENS, table, replacement=method.replacement, lengths=lengths)
 
     plain = tiny_model.config.rope_table(12)
-    with_gains = states(tiny_model, tiny_model.config.rope_table(12, of_file))
-    np.testing.assert_allclose(states(fold_gains(tiny_model, of_file), plain), with_gains, rtol=1e-5, atol=3e-4)
+    with_gains = states(tiny_model, tiny_model.config.rope_table(12, loaded))
+    np.testing.assert_allclose(states(fold_gains(tiny_model, loaded), plain), with_gains, rtol=1e-5, atol=3e-4)
     assert np.abs(states(tiny_model, plain) - with_gains).max() > 1e-2
 
 
 def test_the_file_keeps_gains_and_standing_frequencies(tmp_path):
     for gains in GRANULARITIES:
-        of_file = replace(found("layer_band", gains), search={"seed": 0})
-        of_file.factors[1, 1] = np.inf
-        of_file.save(tmp_path / "f.json")
+        loaded = replace(found("layer_band", gains), search={"seed": 0})
+        loaded.factors[1, 1] = np.inf
+        loaded.save(tmp_path / "f.json")
         again = lj.LayerFactors.load(tmp_path / "f.json")
-        assert again.key == of_file.key and again.gains_granularity == gains and again.search == {"seed": 0}
+        assert again.key == loaded.key and again.gains_granularity == gains and again.search == {"seed": 0}
     record = json.loads((tmp_path / "f.json").read_text())
-    assert record["factors"][1] == [pytest.approx(of_file.factors[1, 0]), None] and record["format"] == "lpes-factors/2"
-    assert of_file.mean == pytest.approx(1 / (1 / of_file.factors).mean())
+    assert record["factors"][1] == [pytest.approx(loaded.factors[1, 0]), None] and record["format"] == "lpes-factors/2"
+    assert loaded.mean == pytest.approx(1 / (1 / loaded.factors).mean())
     assert lj.LayerFactors(np.full(3, np.inf)).mean == np.inf
 
 
@@ -281,9 +283,9 @@ def test_format_1_gives_the_same_table_bit_for_bit(tmp_path, tiny_config):
     factors = np.random.default_rng(8).uniform(0.5, 2, (3, 4)).tolist()
     old = {"format": "lpes-factors/1", "factors": factors, "granularity": "layer_band", "gains": "no key of that format"}
     (tmp_path / "old.json").write_text(json.dumps(old))
-    of_file = lj.LayerFactors.load(tmp_path / "old.json")
-    assert of_file.gains is None and of_file.gains_granularity is None
-    own, table = tiny_config.rope_table(12), tiny_config.rope_table(12, of_file)
+    loaded = lj.LayerFactors.load(tmp_path / "old.json")
+    assert loaded.gains is None and loaded.gains_granularity is None
+    own, table = tiny_config.rope_table(12), tiny_config.rope_table(12, loaded)
     np.testing.assert_array_equal(table.inv_freq, own.inv_freq * (1 / np.asarray(factors, np.float32))[:, None])
     assert (table.gains == 1).all() and table.attention_scaling == own.attention_scaling
 
@@ -334,8 +336,8 @@ def test_an_evaluation_tells_gains_apart(tiny_model, model_folder):
         tiny_model, tokenizer, task, task.examples("test", 3, 0), [(0, 0), (1, 100)], candidates,
         metrics=("prefix", "substring"), max_new_tokens=4,
     )  # fmt: skip
-    as_it_is, of_ones, with_gains = (outcome.log_likelihood for outcome in found)
-    np.testing.assert_array_equal(as_it_is, of_ones)
+    as_it_is, with_ones, with_gains = (outcome.log_likelihood for outcome in found)
+    np.testing.assert_array_equal(as_it_is, with_ones)
     assert np.abs(with_gains - as_it_is).max() > 1e-2 and found[2].outputs != found[0].outputs
     assert gains.key != lj.LayerFactors(np.ones(3)).key == ones.key
     assert table_method(tiny_model.config.rope_table(3, gains)).tables.gains.shape == (1, 3, 1, 4)

@@ -168,7 +168,7 @@ def test_what_is_given_decides_what_help_shows():
     assert "--router" not in flags_of(page("compare", "--methods", "yarn", "--help"))
 
 
-def test_help_behind_a_flag_without_its_value_is_that_of_the_flags_before():
+def test_help_after_a_flag_without_its_value_is_that_of_the_flags_before():
     assert "--num-documents" in flags_of(page("evaluate", "--task", "mdqa", "--num-documents", "--help"))
     assert "--num-pairs" in flags_of(page("evaluate", "--task", "nope", "--limit", "3", "--help"))
 

@@ -49,14 +49,14 @@ def flags_of_two() -> list[tuple[object, ...]]:
     return [("--coordinator-address", address, "--num-processes", 2, "--process-id", i) for i in (0, 1)]
 
 
-def pair(nursery: Nursery, folder: Path, algorithm: str, *more: object, of_second: tuple[object, ...] = ()) -> list[int]:
+def pair(nursery: Nursery, folder: Path, algorithm: str, *more: object, second_flags: tuple[object, ...] = ()) -> list[int]:
     """Two processes of one search. Each has an output path of its own, as on hosts without a file system in common."""
-    extra = more, (*more, *of_second)
+    extra = more, (*more, *second_flags)
     return [nursery.start(folder / str(i), algorithm, *flags, *extra[i]) for i, flags in enumerate(flags_of_two())]
 
 
 def untroubled(run: Path) -> tuple[object, dict]:
-    """What a run has left, but for what it ran on."""
+    """The files of a run, without its devices."""
     history, factors = left(run)
     for name in ("devices", "xla_flags"):
         del factors["search"][name]
@@ -64,7 +64,7 @@ def untroubled(run: Path) -> tuple[object, dict]:
 
 
 def same_as_alone(folder: Path) -> bool:
-    """Has the first process found what one alone did, and has it alone written and printed?"""
+    """Whether the first process found the same as a single one, and only it wrote and printed."""
     quiet = log(folder / "1")
     only = (folder / "0" / "results.json").exists() and not (folder / "1").exists()
     return untroubled(folder / "0") == untroubled(folder / "alone") and only and "lpes" not in quiet and "prompts" not in quiet
@@ -85,10 +85,20 @@ def test_a_pair_of_which_one_was_killed_finds_what_one_process_finds(nursery, tm
     assert same_as_alone(tmp_path)
 
 
+def test_a_pair_finds_what_one_process_finds(nursery, tmp_path):
+    few = "--generations", 1
+    single = nursery.start(tmp_path / "alone", "ga", *few)
+    assert [nursery.wait(pid) for pid in (single, *pair(nursery, tmp_path, "ga", *few))] == [0, 0, 0], log(tmp_path / "0")
+    assert lines(tmp_path / "alone") > 6  # more than the first generation
+    assert same_as_alone(tmp_path)
+
+
+@pytest.mark.long
 def test_a_pair_descends_as_one_process_with_two_devices(nursery, tmp_path):
     # A gradient is a sum over the devices, which rounds otherwise on one.
-    alone = nursery.start(tmp_path / "alone", "gradient", XLA_FLAGS="--xla_force_host_platform_device_count=2")
-    assert [nursery.wait(pid) for pid in (alone, *pair(nursery, tmp_path, "gradient"))] == [0, 0, 0], log(tmp_path / "0")
+    few = "--steps", 6, "--look-every", 2
+    single = nursery.start(tmp_path / "alone", "gradient", *few, XLA_FLAGS="--xla_force_host_platform_device_count=2")
+    assert [nursery.wait(pid) for pid in (single, *pair(nursery, tmp_path, "gradient", *few))] == [0, 0, 0], log(tmp_path / "0")
     assert same_as_alone(tmp_path)
 
 
@@ -101,17 +111,17 @@ def test_what_ends_process_0_or_stops_one_ends_the_other(nursery, tmp_path, numb
         assert time.monotonic() < end
         time.sleep(0.01)
     os.kill(pids[0 if number == signal.SIGKILL else 1], number)
-    codes, (of_first, of_second) = [nursery.wait(pid) for pid in pids], [log.read_text() for log in logs]
+    codes, (first_log, second_log) = [nursery.wait(pid) for pid in pids], [log.read_text() for log in logs]
     if number == signal.SIGTERM:
-        assert codes == [128 + signal.SIGTERM] * 2 and of_first.splitlines()[-1] == "interrupted", of_first
+        assert codes == [128 + signal.SIGTERM] * 2 and first_log.splitlines()[-1] == "interrupted", first_log
     else:  # JAX itself aborts a process that finds its coordinator, process 0, gone: at times before ours has ended
         assert codes[0] == -signal.SIGKILL and codes[1] in (1, -signal.SIGABRT)
-        assert "error: process 0 is gone" in of_second
-    assert "Traceback" not in of_first + of_second
+        assert "error: process 0 is gone" in second_log
+    assert "Traceback" not in first_log + second_log
 
 
 def test_one_process_s_error_ends_both_with_one_line(nursery, tmp_path):
-    pids = pair(nursery, tmp_path, "ga", of_second=("--limit", 3))
+    pids = pair(nursery, tmp_path, "ga", second_flags=("--limit", 3))
     assert [nursery.wait(pid) for pid in pids] == [2, 2]
     said = log(tmp_path / "0") + log(tmp_path / "1")
     assert said.count("error: ") == 1 and "process 1 has --limit 3 (the first: 4)" in said and "Traceback" not in said
@@ -148,7 +158,7 @@ def test_flags_that_cannot_be_are_refused(flags, named):
     assert named in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_one_process_is_alone():
+def test_one_process_needs_no_others():
     assert not check_hosts(HostSettings()) and check_hosts(HERE) and check_hosts(HostSettings(distributed=True))
     assert gather("x") == ["x"] and from_first(lambda: 3) == 3
     check_alike({"anything": 1})

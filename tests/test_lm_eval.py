@@ -73,8 +73,8 @@ def asked(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> tuple
     stops += [found[0] for text in greedy[::-1] if (found := re.findall(r"[!-~]", text[2:]))][:1]  # of one
     assert len(stops) == 2
     lines = []
-    for at, word in enumerate(words):
-        own = re.match(r"[!-~]*", greedy[at])[0] if at < len(greedy) else ""
+    for index, word in enumerate(words):
+        own = re.match(r"[!-~]*", greedy[index])[0] if index < len(greedy) else ""
         context = word + " " * (not own)  # a space at the end belongs to what follows
         lines.append(
             {"word": word, "context": context, "choices": [own or "b", word[:1], f"{word[:20]} {word[:9]}"], "gold": 1}
@@ -93,11 +93,12 @@ def answers(folder: Path, model: Any, tasks: list[str], arguments: str | None = 
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=str(folder), include_defaults=False)
-    how: dict[str, Any] = {"batch_size": 3, "log_samples": True, "bootstrap_iters": 0}
-    results = lm_eval.simple_evaluate(model, model_args=arguments, tasks=tasks, task_manager=manager, **how)
+    options: dict[str, Any] = {"batch_size": 3, "log_samples": True, "bootstrap_iters": 0}
+    results = lm_eval.simple_evaluate(model, model_args=arguments, tasks=tasks, task_manager=manager, **options)
     by_task = {name: sorted(results["samples"][name], key=lambda sample: sample["doc_id"]) for name in tasks}
     return {
-        name: [it for sample in samples for request in sample["resps"] for it in request] for name, samples in by_task.items()
+        name: [answer for sample in samples for request in sample["resps"] for answer in request]
+        for name, samples in by_task.items()
     }
 
 
@@ -122,10 +123,10 @@ def test_sample_by_sample_as_the_harness_does_it_on_torch(asked, ours):
     plain = answers(folder, on_torch, ["rolling"])
     apply_layer_factors(on_torch.model, folder / "factors.json")
     hooked = answers(folder, on_torch, list(TASKS))
-    of_choices, expected = np.array(ours["choice"], float), np.array(hooked["choice"], float)
-    assert of_choices.shape == (3 * len(LENGTHS), 2)
-    assert np.allclose(of_choices[:, 0], expected[:, 0], rtol=0, atol=1e-3)
-    assert (of_choices[:, 1] == expected[:, 1]).all() and 0 < of_choices[:, 1].sum() < len(of_choices)  # some are greedy
+    choices, expected = np.array(ours["choice"], float), np.array(hooked["choice"], float)
+    assert choices.shape == (3 * len(LENGTHS), 2)
+    assert np.allclose(choices[:, 0], expected[:, 0], rtol=0, atol=1e-3)
+    assert (choices[:, 1] == expected[:, 1]).all() and 0 < choices[:, 1].sum() < len(choices)  # some are greedy
     assert np.allclose(ours["rolling"], hooked["rolling"], rtol=0, atol=1e-3)
     assert np.abs(np.subtract(plain["rolling"], hooked["rolling"])).min() > 0.1  # the factors are no trifle
     assert ours["generation"] == hooked["generation"]

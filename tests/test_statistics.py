@@ -52,8 +52,8 @@ def test_wilson_interval_holds_the_share_and_mirrors(n, data):
 
 def test_bootstrap_of_three_questions_against_enumeration():
     values = np.array([[0.0, 1.0], [3.0, 0.0], [6.0, 2.0]])
-    of_mean = np.column_stack([values, values.mean(axis=1)])
-    means = np.array([of_mean[list(drawn)].mean(axis=0) for drawn in itertools.product(range(3), repeat=3)])
+    with_mean = np.column_stack([values, values.mean(axis=1)])
+    means = np.array([with_mean[list(drawn)].mean(axis=0) for drawn in itertools.product(range(3), repeat=3)])
     exact = np.quantile(np.repeat(means, 1000, axis=0), [0.1, 0.9], axis=0).T
     np.testing.assert_allclose(bootstrap_intervals(values, confidence=0.8), exact)
     np.testing.assert_array_equal(bootstrap_intervals(values), bootstrap_intervals(values))  # seeded

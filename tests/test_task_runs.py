@@ -1,4 +1,4 @@
-"""Every kind of task through the verbs: what the folder says is what the outputs give, computed anew."""
+"""Every kind of task through the verbs: the folder's figures against figures computed again from the outputs."""
 
 import csv
 import json
@@ -29,7 +29,8 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "question": f"who is number {n}",
             "answers": [f"Name{n}", f"N{n}"],
             "ctxs": [
-                {"title": f"T{n}{at}", "text": f"It is Name{n}." if at == 0 else "No.", "isgold": at == 0} for at in range(3)
+                {"title": f"T{n}{index}", "text": f"It is Name{n}." if index == 0 else "No.", "isgold": index == 0}
+                for index in range(3)
             ],
         }
         for n in range(12)
@@ -99,7 +100,7 @@ def test_options_are_decided_by_likelihood(tmp_path, model_folder, choices):
         logits = np.asarray(lj.logits(model, jnp.array(ids)), np.float64)
         log_p = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
         space, letter = ids[0][-2], [row[-1] for row in ids]  # options are a space and a letter, a byte each
-        likely = [log_p[at, -3, space] + log_p[at, -2, letter[at]] for at in range(4)]
+        likely = [log_p[number, -3, space] + log_p[number, -2, letter[number]] for number in range(4)]
         right.append("ABCD"[int(np.argmax(likely))] == example.row.answer)
     figures = results(folder)["results"]["mmlu"]
     assert figures["acc,none"] == pytest.approx(np.mean(right))
@@ -117,7 +118,7 @@ def test_perplexity_is_that_of_the_logits(tmp_path, model_folder):
         logits = np.asarray(lj.logits(model, jnp.array([window.ids])), np.float64)[0]
         log_p = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
         first = 1 if number == 0 else 32
-        nlls += [-log_p[at - 1, window.ids[at]] for at in range(first, 64)]
+        nlls += [-log_p[index - 1, window.ids[index]] for index in range(first, 64)]
     figures = results(folder)
     assert figures["results"]["perplexity"]["perplexity,none"] == pytest.approx(math.exp(np.mean(nlls)), rel=1e-5)
     assert figures["scored_tokens"] == len(nlls) and len(figures["methods"]["baseline"]["perplexity_by_position"]) == 8

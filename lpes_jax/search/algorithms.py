@@ -1,7 +1,7 @@
-"""The algorithms of `--algorithm`, driven: the paper's GA, any of evosax's, and gradient descent.
+"""The algorithms of `--algorithm` at work: the paper's GA, any of evosax's, and gradient descent.
 
-Each has `individuals` (how many it will make at most, for the progress), `search_space` and `sizes` (of it, and of a step, for
-the record), and `run`, which leaves a line in the history for everything that it scores, `fitness.records`.
+Each has `individuals` (the most that it makes, for the progress), `search_space` and `sizes` (of the space and of a step, for
+the record), and `run`, which adds a line to the history (`fitness.records`) for everything that it scores.
 """
 
 import math
@@ -25,7 +25,7 @@ from lpes_jax.search.fitness import Fitness
 from lpes_jax.search.genetic import CROSSOVER, FAILED_CROSSOVER, INITIAL, MUTATION, Lineage, PaperGA
 from lpes_jax.search.gradient import Apply, Look, LossNotFinite, Parameters, State, descend, initial_state
 from lpes_jax.search.individuals import Individuals
-from lpes_jax.search.minibatches import Data, Examples, Share, by_length, pack, prompts_of_a_tree, shared_trees, sizes
+from lpes_jax.search.minibatches import Data, Examples, Share, by_length, pack, prompts_per_group, shared_groups, sizes
 from lpes_jax.search.objective import Group
 from lpes_jax.search.plain_text import split_windows
 from lpes_jax.search.settings import check_gradient, lattice_of
@@ -41,14 +41,14 @@ Values = Callable[[Parameters], Numbers]
 
 
 def make_algorithm(settings: SearchSettings, space: Space) -> "Genetic | Strategy | Gradient":
-    """What `--algorithm` names, for a space. Raises UserError for what it cannot do."""
+    """The algorithm that `--algorithm` names. Raises UserError for settings or spaces that it does not support."""
     if settings.algorithm == "ga":
         return Genetic(settings, space)
     return Gradient(settings, space) if settings.algorithm == "gradient" else Strategy(settings, space)
 
 
 class Genetic:
-    """Algorithm 1, by evosax's init, ask and tell."""
+    """The paper's Algorithm 1, by evosax's init, ask and tell."""
 
     sizes: ClassVar[dict[str, float]] = {}
 
@@ -60,7 +60,7 @@ class Genetic:
         self._individuals = jax.jit(jax.vmap(lambda points: space.individual(space.numbers(points))))
 
     def run(self, model: Llama, tokenizer: Tokenizer, prompts: Sequence[Sequence[Prompt]], fitness: Fitness) -> None:
-        """Keys: one for the start, one for each generation's ask and tell."""
+        """Run all generations. Keys: one for the start, and one for each generation's ask and tell."""
         ga, key = self.ga, jax.random.key(self.settings.run.seed)
         params = ga.default_params
         genes, lineage = ga.initial_population(jax.random.fold_in(key, 0), params)
@@ -87,38 +87,40 @@ class Genetic:
             for i in range(len(points))
         ]
         individuals = Individuals.of(*self._individuals(jnp.asarray(points, jnp.float32)))
-        of, keep = self.settings.ga.generations, self.settings.ga.parents + self.settings.ga.crossovers
-        return jnp.asarray(fitness.generation(generation, of, drafts, individuals, rivals=parents, keep=keep), jnp.float32)
+        generations, keep = self.settings.ga.generations, self.settings.ga.parents + self.settings.ga.crossovers
+        return jnp.asarray(
+            fitness.generation(generation, generations, drafts, individuals, rivals=parents, keep=keep), jnp.float32
+        )
 
 
 class Strategy:
     """One of evosax's algorithms, or random search, on the y of the control points.
 
-    Where factors and gains are learnt together, gains are moved to the box of the factors for it: it knows one box.
+    The algorithm knows only one box. If factors and gains are both learnt, gains are mapped to the box of the factors.
     """
 
     sizes: ClassVar[dict[str, float]] = {}
 
     def __init__(self, settings: SearchSettings, space: Space):
         ga = settings.ga
-        as_ga = ga.population_size + ga.generations * (ga.mutations + 2 * ga.crossovers)
-        self.individuals = as_ga if ga.max_evaluations is None else ga.max_evaluations
+        most = ga.population_size + ga.generations * (ga.mutations + 2 * ga.crossovers)
+        self.individuals = most if ga.max_evaluations is None else ga.max_evaluations
         self.settings, self.space, self.search_space = settings.replace(max_evaluations=self.individuals), space, None
-        first, *others = space.learnt.values()
+        first, *rest = space.learnt.values()
         _, self.low, self.high = first
         start = [first[0].ravel()]
-        start += [self.low + (g - low) / (high - low) * (self.high - self.low) for g, low, high in others for g in [g.ravel()]]
+        start += [self.low + (g - low) / (high - low) * (self.high - self.low) for g, low, high in rest for g in [g.ravel()]]
         genes = np.concatenate(start)
         self.strategy = strategy(settings.algorithm, genes, self.low, self.high, ga.population_size)
         x = space.x.astype(np.float32)
         self._individuals = jax.jit(jax.vmap(lambda columns: space.individual(space.start._replace(x=x, **columns))))
 
     def _columns(self, genes: Float[np.ndarray, "P N"]) -> dict[str, Float[np.ndarray, "P C *units"]]:
-        """What is learnt of the control points that genes stand for."""
+        """The learnt columns of the control points that genes encode."""
         columns = {}
-        for at, (name, (start, low, high)) in enumerate(self.space.learnt.items()):
-            column = genes[:, at * start.size : (at + 1) * start.size].reshape(-1, *start.shape)
-            columns[name] = low + (column - self.low) / (self.high - self.low) * (high - low) if at else column
+        for index, (name, (start, low, high)) in enumerate(self.space.learnt.items()):
+            column = genes[:, index * start.size : (index + 1) * start.size].reshape(-1, *start.shape)
+            columns[name] = low + (column - self.low) / (self.high - self.low) * (high - low) if index else column
         return columns
 
     def run(self, model: Llama, tokenizer: Tokenizer, prompts: Sequence[Sequence[Prompt]], fitness: Fitness) -> None:
@@ -138,8 +140,8 @@ class Strategy:
                 }
                 for i in range(len(genes))
             ]
-            in_float32 = {name: jnp.asarray(column, jnp.float32) for name, column in columns.items()}
-            individuals = Individuals.of(*self._individuals(in_float32))
+            columns_float32 = {name: jnp.asarray(column, jnp.float32) for name, column in columns.items()}
+            individuals = Individuals.of(*self._individuals(columns_float32))
             if self.settings.algorithm == RANDOM:
                 rivals, keep = ([fitness.best["id"]] if first else []), 1
             else:
@@ -150,7 +152,7 @@ class Strategy:
 
 
 class Gradient:
-    """Adam on -log p of the answers; a line of history for each look, and `state.npz` to go on from."""
+    """Adam on -log p of the answers. The history has a line for each look; `state.npz` is the state to resume from."""
 
     individuals = 0
     search_space = None
@@ -172,7 +174,7 @@ class Gradient:
         def lines(state: State) -> int:
             return 1 + math.ceil(state.step / self.gradient.look_every)
 
-        # The newest state whose lines are all there; the line behind it may be there as well, and is made again.
+        # The newest state whose lines are all in the history. One more line may be there; it is made again.
         divergence = self.settings.text.text_objective == "kl"
         kept = folder.states(initial_state(self.parameters, len(prompts), len(held_back.texts), divergence=divergence))
         resume = next((state for state in kept if lines(state) <= len(folder.recorded)), None)
@@ -185,41 +187,45 @@ class Gradient:
             learnt = [space.at_layers(numbers.x, getattr(numbers, name)) for name in space.learnt]
             return stay_close * jnp.stack([jnp.square(values - 1).mean() for values in learnt]).sum()
 
-        def on_look(look: Look, state: State) -> None:
-            if look.step == 0 and not math.isfinite(look.loss):
+        def on_look(measured: Look, state: State) -> None:
+            if measured.step == 0 and not math.isfinite(measured.loss):
                 raise LossNotFinite("the loss is not finite at the start; try --dtype float32, or another --initial-factor")
-            numbers = Numbers(*(np.asarray(value, np.float64) for value in self.values(look.parameters)))
+            numbers = Numbers(*(np.asarray(value, np.float64) for value in self.values(measured.parameters)))
             found = Individuals.of(*self.space.individual(Numbers(*(value.astype(np.float32) for value in numbers))))
-            good = look.allowed and math.isfinite(look.loss)
-            candidate = good and not (self.pruned_at and 0 < look.step < self.pruned_at)  # which hold numbers yet to go
+            valid = measured.allowed and math.isfinite(measured.loss)
+            candidate = valid and not (self.pruned_at and 0 < measured.step < self.pruned_at)  # these are not pruned yet
             record = {
                 "id": len(fitness.records),
-                "step": look.step,
+                "step": measured.step,
                 "control_points": _recorded(self.space, numbers),
                 **found.record,
-                "fitness": -look.loss if candidate else None,
-                "task_losses": look.task_losses,
-                "accuracies": look.accuracies,
-                "text_loss": None if math.isnan(look.text_loss) else look.text_loss,
-                **({"text_losses": look.text_losses, "text_quarters": look.text_quarters} if look.text_quarters else {}),
-                **({"text_divergence": look.text_divergence} if look.text_divergence else {}),
-                "train_loss": None if math.isnan(look.train_loss) else look.train_loss,
+                "fitness": -measured.loss if candidate else None,
+                "task_losses": measured.task_losses,
+                "accuracies": measured.accuracies,
+                "text_loss": None if math.isnan(measured.text_loss) else measured.text_loss,
+                **(
+                    {"text_losses": measured.text_losses, "text_quarters": measured.text_quarters}
+                    if measured.text_quarters
+                    else {}
+                ),
+                **({"text_divergence": measured.text_divergence} if measured.text_divergence else {}),
+                "train_loss": None if math.isnan(measured.train_loss) else measured.train_loss,
                 "seconds": round(time.time() - started, 3),
             }
             fitness.records.append(record)
             folder.append([record])
             folder.save_state(state)
-            text = "" if record["text_loss"] is None else f", of text {look.text_loss:.4f}"
-            if look.text_divergence:
-                text += f", {np.mean(look.text_divergence):.4f} from the model as it is"
-            if look.text_quarters:
-                text += f" (quarters of the longest {' '.join(f'{loss:.4f}' for loss in look.text_quarters)})"
-            losses = " ".join(f"{loss:.3f}" for loss in look.task_losses)
+            text = "" if record["text_loss"] is None else f", of text {measured.text_loss:.4f}"
+            if measured.text_divergence:
+                text += f", {np.mean(measured.text_divergence):.4f} from the model as it is"
+            if measured.text_quarters:
+                text += f" (quarters of the longest {' '.join(f'{loss:.4f}' for loss in measured.text_quarters)})"
+            losses = " ".join(f"{loss:.3f}" for loss in measured.task_losses)
             if fitness.objective.groups:
-                named = zip(fitness.objective.groups, look.task_losses, look.accuracies, strict=True)
+                named = zip(fitness.objective.groups, measured.task_losses, measured.accuracies, strict=True)
                 told = (f"{group.title} {loss:.3f} ({100 * right:.0f} % right)" for group, loss, right in named)
-                losses = f"(nats an answer): {'; '.join(told)}"
-            fitness.progress.note(f"step {look.step}/{self.gradient.steps}  loss on held-back questions {losses}{text}")
+                losses = f"(nats per answer): {'; '.join(told)}"
+            fitness.progress.note(f"step {measured.step}/{self.gradient.steps}  loss on held-back questions {losses}{text}")
             fitness.stop.check()
 
         try:
@@ -242,13 +248,13 @@ class Gradient:
             raise error
         if self.pruned_at:
             numbers = [array_of(fitness.best[name]) for name in ("factors", "gains") if name in fitness.best]
-            rows = len(space.layers) if space.curve == "shared" else 1  # that are one
+            rows = len(space.layers) if space.curve == "shared" else 1  # shared: all rows are equal
             self.sizes["numbers"] = sum(start.size for start, _, _ in space.learnt.values())
             self.sizes["numbers_not_1"] = sum(int((values != 1).sum()) for values in numbers) // rows
 
     def _check_model(self, model: Llama, fitness: Fitness, texts: Sequence[Int[Array, "W T"]]) -> None:
-        """Raise UserError where the model as it is, without factors, is not finite: on a prompt, or on plain text."""
-        fitness.check_model("the loss is not finite", fitness.of_factors(np.ones((1, model.config.num_layers), np.float32)))
+        """Raise UserError if the model without factors is not finite: on a prompt, or on plain text."""
+        fitness.check_model("the loss is not finite", fitness.score_factors(np.ones((1, model.config.num_layers), np.float32)))
         for windows in texts:
             check_text(model, windows)
 
@@ -260,33 +266,34 @@ class Gradient:
         groups: Sequence[Group],
         own_weights: Sequence[float],
     ) -> tuple[Data, Data, int]:
-        """What is learnt from, what is held back (the last questions and windows), and the tokens of the longest prompt.
+        """The training data, the held-back data (the last questions and windows), and the tokens of the longest prompt.
 
-        Where prompts share trees, those of a haystack are on one side. Prompts of different lengths are packed in few shapes.
+        If prompts share prefixes, all prompts of a haystack are on one side. Prompts of different lengths are packed in few
+        shapes.
         """
-        kept_share, of_look = self.gradient.validation_share, self.gradient.minibatch_size
-        share, of_step = self.gradient.weights_in == "loss", prompts_of_a_tree(of_look)
+        kept_share, held_back_most = self.gradient.validation_share, self.gradient.minibatch_size
+        share, train_most = self.gradient.weights_in == "loss", prompts_per_group(held_back_most)
         train, held_back, longest = _Packs(groups), _Packs(groups), 0
-        for number, of_task in enumerate(prompts):
+        for number, own_prompts in enumerate(prompts):
             weights = groups[number].weights if groups else own_weights
-            places = len(weights)
-            questions = len(of_task) // places
-            kept = math.ceil(kept_share * questions)
-            if kept >= questions:
+            num_positions = len(weights)
+            questions = len(own_prompts) // num_positions
+            held_back_count = math.ceil(kept_share * questions)
+            if held_back_count >= questions:
                 which = f" ({groups[number].title})" if groups else ""
                 raise UserError(
                     f"--limit {questions} leaves no question to learn from beside --validation-share; raise it{which}"
                 )
-            encoded = task_prompts.encode(of_task, tokenizer, model.config.max_position_embeddings)
+            encoded = task_prompts.encode(own_prompts, tokenizer, model.config.max_position_embeddings)
             if groups:
-                encoded = [shortest_gold(*pair) for pair in zip(of_task, encoded, strict=True)]
-            border = questions - kept
-            if share and len(shared_trees(encoded, model.config, of_step)) < len(encoded):
-                border = between_families(encoded, places, border)
-            border *= places
-            lengths = [prompt.num_items for prompt in of_task]
+                encoded = [shortest_gold(*pair) for pair in zip(own_prompts, encoded, strict=True)]
+            border = questions - held_back_count
+            if share and len(shared_groups(encoded, model.config, train_most)) < len(encoded):
+                border = between_families(encoded, num_positions, border)
+            border *= num_positions
+            lengths = [prompt.num_items for prompt in own_prompts]
             for part, most, data in (
-                (slice(border), of_step, train), (slice(border, None), of_look, held_back),
+                (slice(border), train_most, train), (slice(border, None), held_back_most, held_back),
             ):  # fmt: skip
                 data.add(number, encoded[part], lengths[part], weights, model.config, most if share else None)
             longest = max(longest, *(len(prompt.ids) + max(map(len, prompt.answers)) for prompt in encoded))
@@ -300,12 +307,12 @@ class Gradient:
 
 
 class _Packs:
-    """Examples of tasks as they are packed, and what each is among all."""
+    """Collects packed examples, and the share of each."""
 
     def __init__(self, groups: Sequence[Group]):
         self.groups = groups
         self.examples: list[Examples] = []
-        self.parts: list[tuple[int, float]] = []  # of which task, and what part of its weights
+        self.parts: list[tuple[int, float]] = []  # the task of each, and its part of the task's prompts
 
     def add(
         self,
@@ -316,19 +323,19 @@ class _Packs:
         config: LlamaConfig,
         most: int | None,
     ) -> None:
-        """Prompts of a task, question by question; `most` of a tree (None: no trees). By `lengths` in few shapes."""
-        places = len(weights)
-        questions = [[at] for at in range(len(prompts) // places)]
-        found = [list(range(len(questions)))] if len(set(lengths)) == 1 else by_length(lengths[::places])
-        for group in found:
-            at = [question * places + place for question in group for place in range(places)]
-            chosen = [prompts[number] for number in at]
-            trees = None if most is None else shared_trees(chosen, config, most)
-            self.examples.append(pack(chosen, list(weights) * len(group), trees))
+        """Add a task's prompts, question by question, `most` per group (None: no groups), in few shapes by `lengths`."""
+        num_positions = len(weights)
+        questions = [[index] for index in range(len(prompts) // num_positions)]
+        groups = [list(range(len(questions)))] if len(set(lengths)) == 1 else by_length(lengths[::num_positions])
+        for group in groups:
+            indices = [question * num_positions + position for question in group for position in range(num_positions)]
+            chosen = [prompts[index] for index in indices]
+            shared = None if most is None else shared_groups(chosen, config, most)
+            self.examples.append(pack(chosen, list(weights) * len(group), shared))
             self.parts.append((task, len(group) / len(questions)))
 
     def data(self, texts: Sequence[Int[np.ndarray, "_W _T"]] | None) -> Data:
-        """All as data of a descent."""
+        """All examples as the data of a descent."""
         text = None if texts is None else [jnp.asarray(windows) for windows in texts]
         text = text[0] if text is not None and len(text) == 1 else text
         tasks = len({task for task, _ in self.parts})
@@ -340,45 +347,46 @@ class _Packs:
 
 
 def shortest_gold(prompt: Prompt, encoded: EncodedPrompt) -> EncodedPrompt:
-    """What a mixture teaches: of several gold answers the one with the fewest tokens, the first of equals.
+    """The prompt with only the gold answer of the fewest tokens (the first of equals), which a mixture teaches.
 
-    Long answers are often a sentence around the short one, and a model that says these is no better at finding them.
+    Long answers are often a sentence around the short one. A model that gives these does not find them better.
     """
     return replace(encoded, answers=[min(encoded.answers, key=len)]) if len(prompt.golds) > 1 else encoded
 
 
-def between_families(prompts: Sequence[EncodedPrompt], places: int, border: int) -> int:
-    """The number of questions nearest to `border` behind which no haystack goes on; `places` prompts are of a question.
+def between_families(prompts: Sequence[EncodedPrompt], num_positions: int, border: int) -> int:
+    """The split nearest to `border` that divides no haystack, as the number of questions before it.
 
-    `border` itself where that would hold back less than half as many, or more than twice: nearly all prompts are alike then, by
-    a header that all questions have, say.
+    A question has `num_positions` prompts. Returns `border` itself if each such split would hold back less than half or more
+    than twice as many questions. Nearly all prompts share a prefix then, for example a header of all questions.
     """
-    questions = len(prompts) // places
+    questions = len(prompts) // num_positions
     found = families([(prompt.ids, prompt.answers[0]) for prompt in prompts])
-    spans = [(family[0] // places, family[-1] // places) for family in found]
+    spans = [(family[0] // num_positions, family[-1] // num_positions) for family in found]
     kept = questions - border
-    borders = [at for at in range(1, questions) if kept / 2 <= questions - at <= 2 * kept]
-    clean = [at for at in borders if not any(first < at <= last for first, last in spans)]
-    return min(clean, key=lambda at: abs(at - border), default=border)
+    borders = [index for index in range(1, questions) if kept / 2 <= questions - index <= 2 * kept]
+    clean = [index for index in borders if not any(first < index <= last for first, last in spans)]
+    return min(clean, key=lambda index: abs(index - border), default=border)
 
 
 def box_parameters(settings: GradientSettings, space: Space) -> tuple[Parameters, Callable[[Parameters], Parameters], Values]:
-    """What Adam moves, what puts it back into the box, and the control points that it stands for.
+    """The parameters that Adam updates, the projection onto their box, and the function from parameters to control points.
 
-    `clip`: y (and g) itself, clipped after each step, or with `--parameter log` its logarithm. `sigmoid`: u with y = low +
-    (high - low) sigmoid(u), which never leaves the box. x, where it moves, is in units of the last layer.
+    With `--box clip` the parameters are y (and g), clipped after each step; with `--parameter log` they are the logarithms.
+    With `sigmoid` they are u, where y = low + (high - low) sigmoid(u) is always in the box. A moving x is in units of the
+    last layer.
 
-    `--prune` is a proximal step beside Adam's: |log y| (|y - 1| of a multiplier) falls by a share of the learning rate in the
-    first half of the steps. The count of steps, and which numbers stay, are among the parameters and have no gradient.
+    `--prune` is a proximal step after Adam's: in the first half of the steps, |log y| (of a multiplier, |y - 1|) falls by a
+    share of the learning rate. The number of steps and the marks of unpruned numbers are parameters without a gradient.
     """
-    last, in_log = max(len(space.layers) - 1.0, 1.0), space.parameter == "log"
+    last, log_scale = max(len(space.layers) - 1.0, 1.0), space.parameter == "log"
     parameters = {}
     for name, (start, low, high) in space.learnt.items():
         y = jnp.asarray(start, jnp.float32)
         if settings.box == "sigmoid":
-            share = jnp.clip((y - low) / (high - low), 0.01, 0.99)  # on the border no gradient would ever arrive
+            share = jnp.clip((y - low) / (high - low), 0.01, 0.99)  # at the border the gradient is 0
             y = jnp.log(share / (1 - share))
-        parameters[name] = jnp.log(y) if in_log else y
+        parameters[name] = jnp.log(y) if log_scale else y
     if settings.move_x:
         if space.curve not in ("bezier", "linear"):
             raise UserError(f"--move-x: --curve {space.curve} has no x to move; use bezier or linear")
@@ -393,21 +401,21 @@ def box_parameters(settings: GradientSettings, space: Space) -> tuple[Parameters
         parameters |= {"step": jnp.zeros(())} | {f"stays_{name}": jnp.ones(parameters[name].shape) for name in space.learnt}
 
     def pruned(moved: Parameters, name: str) -> Parameters:
-        """The parameters behind a step, one column of them nearer to 1 or pruned."""
+        """The parameters after a step, with the values of one column moved towards 1, or pruned."""
         half, step = settings.steps // 2, moved["step"]
-        value, of_one = moved[name], 0.0 if in_log else 1.0
-        in_log_here = not in_log and space.parameter == "factor"
-        distance = jnp.log(value) if in_log_here else value - of_one
+        value, neutral = moved[name], 0.0 if log_scale else 1.0
+        through_log = not log_scale and space.parameter == "factor"
+        distance = jnp.log(value) if through_log else value - neutral
         nearer = jnp.sign(distance) * jnp.maximum(jnp.abs(distance) - settings.prune * settings.learning_rate, 0)
         stays = jnp.where(step == half, jnp.abs(nearer) > settings.learning_rate, moved[f"stays_{name}"])
-        value = jnp.where(step <= half, jnp.exp(nearer) if in_log_here else of_one + nearer, value)
-        return moved | {name: jnp.where(stays > 0, value, of_one), f"stays_{name}": stays.astype(value.dtype)}
+        value = jnp.where(step <= half, jnp.exp(nearer) if through_log else neutral + nearer, value)
+        return moved | {name: jnp.where(stays > 0, value, neutral), f"stays_{name}": stays.astype(value.dtype)}
 
     def project(parameters: Parameters) -> Parameters:
         moved = dict(parameters)
         for name, (_, low, high) in space.learnt.items():
             if settings.box == "clip":
-                moved[name] = jnp.clip(moved[name], *((math.log(low), math.log(high)) if in_log else (low, high)))
+                moved[name] = jnp.clip(moved[name], *((math.log(low), math.log(high)) if log_scale else (low, high)))
         if settings.prune:
             moved["step"] = moved["step"] + 1
             for name in space.learnt:
@@ -422,7 +430,7 @@ def box_parameters(settings: GradientSettings, space: Space) -> tuple[Parameters
             y = parameters[name]
             if settings.box == "sigmoid":
                 y = low + (high - low) * jax.nn.sigmoid(y)
-            columns[name] = jnp.exp(y) if in_log else y
+            columns[name] = jnp.exp(y) if log_scale else y
         dtype = next(iter(columns.values())).dtype
         x = parameters["x"] * last if "x" in parameters else jnp.asarray(space.x, dtype)
         return space.start._replace(x=x, **columns)
@@ -431,7 +439,7 @@ def box_parameters(settings: GradientSettings, space: Space) -> tuple[Parameters
 
 
 def factors_applied(space: Space, values: Values, own: RopeTable) -> Apply:
-    """The model as it is, with `own`, its table, divided by the factors and with the gains that the parameters stand for."""
+    """`apply` for `descend`: the unchanged model, and its table `own` with the factors and gains of the parameters."""
 
     def apply(model: Llama, parameters: Parameters) -> tuple[Llama, RopeTable]:
         return model, space.table(own, values(parameters))
@@ -440,6 +448,6 @@ def factors_applied(space: Space, values: Values, own: RopeTable) -> Apply:
 
 
 def _recorded(space: Space, numbers: Numbers) -> list[list[float]] | None:
-    """Control points for the history; None where units of a layer have curves of their own."""
+    """Control points for the history; None if the units of a layer have their own curves."""
     points = space.points(numbers)
     return None if points is None else np.round(points, 7).tolist()

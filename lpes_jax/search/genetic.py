@@ -9,24 +9,25 @@
         state, metrics = ga.tell(key, population, -fitness(ga.control_points(population)), state, params)
     best = ga.control_points(state.best_solution.reshape(-1, 2))
 
-evosax minimises, so it is told minus the fitness. Everything is jit-, vmap- and scan-able, and the key decides all.
-What the paper leaves open is decided here:
+evosax minimises, so it gets minus the fitness. Everything works with jit, vmap and scan, and the key determines all results.
+Where the paper leaves a choice open, this module decides:
 
-- Genes are `[C, 2]`: (x, y) of every control point, float32; or `[C, 3]`, (x, factor, gain), where both are learnt: all that
-  is said of y is true of each, and 2C genes are 3C. On a lattice (step > 0; Table 9: 1 and 0.1) they are integer codes, exact
-  in float32: x = code * x_step, y = min_factor + code * y_step. On a continuous axis (step 0) they are the values.
-- Eq. 8: k (L-1)/d is rounded to the lattice, half to even: 10 and 21 for L = 32. The rest of generation 0 are its mutations.
-- Select-Parents: the N_pa fittest, ties to the one evaluated first. It happens at the end of `init` and `tell` instead of
-  the start of `ask`, so the state holds the parents alone and has one size, whatever N_ps. Parents compete with their
-  offspring, so the best stays. A NaN fitness sorts last and is not bred from while anything else is there.
-- Mutation, Eq. 9: the parent is drawn uniformly; neighbours are the parent's, so all points move at once. A point is redrawn
-  with probability `mutation_rate`, uniformly over its closed range. The whole is drawn anew until Eq. 10 holds, at most
+- Genes are `[C, 2]`: (x, y) of every control point, float32. If factors and gains are both learnt, they are `[C, 3]`:
+  (x, factor, gain), all rules for y apply to both, and 2C below is 3C. On a lattice (step > 0; Table 9: 1 and 0.1) genes are
+  integer codes, exact in float32: x = code * x_step, y = min_factor + code * y_step. On a continuous axis (step 0) they are
+  the values.
+- Eq. 8: k (L-1)/d is rounded to the lattice, half to even: 10 and 21 for L = 32. All others of generation 0 are its mutations.
+- Select-Parents: the N_pa fittest; of equals, the one evaluated first. Selection is at the end of `init` and `tell` instead of
+  the start of `ask`, so the state contains only the parents and its size does not depend on N_ps. Parents compete with their
+  offspring, so the best stays. A NaN fitness sorts last; such individuals breed only if too few others are left.
+- Mutation, Eq. 9: the parent is drawn uniformly. Neighbours are the parent's, so all points move at once. A point is redrawn
+  with probability `mutation_rate`, uniformly over its closed range. All points are drawn again until Eq. 10 holds, at most
   64 times; after that x stays the parent's. So `max_change_x = 0` pins x.
-- Crossover: two different parents, one cut in 1 .. 2C-1 of the 2C genes, both children, and both must satisfy Eq. 10. Each of
-  the N_ct tries draws a new pair and a new cut; after the last, the children are mutations of that pair, one of each.
-  Both are evaluated and `tell` keeps the fitter (the first, if they tie).
-- Algorithm 1 returns the best of S_T, which it never evaluated. Here the last generation is evaluated too and the answer is
-  `state.best_solution`, the best of all that were.
+- Crossover: two different parents, one cut in 1 .. 2C-1 of the 2C genes, and two children, which must both satisfy Eq. 10.
+  Each of the N_ct tries draws a new pair and a new cut. If all fail, the children are mutations of the last pair, one of each.
+  Both children are evaluated, and `tell` keeps the fitter (the first of equals).
+- Algorithm 1 returns the best of S_T, which it never evaluates. Here the last generation is evaluated, too, and the result is
+  `state.best_solution`, the best individual of all.
 
 Letters: C = d + 1 control points, L layers, P population; N_ps, N_pa, N_mu, N_cr, N_ct as in Table 12.
 """
@@ -51,15 +52,15 @@ INITIAL, MUTATION, CROSSOVER, FAILED_CROSSOVER = range(4)  # Lineage.operator; t
 MUTATION_DRAWS = 64
 
 
-# Fields below are Any because JAX rebuilds pytrees with tracers and placeholders in the place of arrays.
+# Fields below are Any because JAX rebuilds pytrees with tracers and placeholders instead of arrays.
 
 
 @struct.dataclass
 class Lineage:
-    """Where each candidate comes from; ids run over all that were evaluated, generation 0 first.
+    """The origin of each candidate. Ids count all evaluated individuals, from generation 0 on.
 
-    `parents` is (parent, -1) for a mutation, and for a child of a crossover (whose genes it has before `cut`, whose from
-    `cut` on); -1 is none, as is a `cut` of -1.
+    `parents` is (parent, -1) for a mutation. For a child of a crossover it is (parent of the genes before `cut`, parent of the
+    genes from `cut` on). -1 means none, also as `cut`.
     """
 
     ids: Any  # Int[Array, "P"]
@@ -70,7 +71,7 @@ class Lineage:
 
 @struct.dataclass
 class State(BaseState):
-    """The parents, fittest first, and where the candidates of the last `ask` come from. The rest is evosax's."""
+    """The parents, fittest first, and the lineage of the candidates of the last `ask`. The other fields are evosax's."""
 
     population: Any  # Float[Array, "N_pa n C"]
     fitness: Any  # Float[Array, "N_pa"], to be minimised
@@ -82,7 +83,7 @@ class State(BaseState):
 
 @struct.dataclass
 class Params(BaseParams):
-    """Traced. The last three are for x and y and in genes: codes on a lattice axis, values on a continuous one."""
+    """Traced parameters. The last three are for x and y, in genes: codes on a lattice axis, values on a continuous one."""
 
     mutation_rate: Any  # Float[Array, ""]
     low: Any  # Float[Array, "2"]
@@ -91,7 +92,7 @@ class Params(BaseParams):
 
 
 class PaperGA(PopulationBasedAlgorithm):
-    """The paper's constrained genetic algorithm (Algorithm 1). `population_size` is what `ask` returns: N_mu + 2 N_cr."""
+    """The paper's constrained genetic algorithm (Algorithm 1). `ask` returns `population_size` = N_mu + 2 N_cr individuals."""
 
     def __init__(self, lattice: Lattice, settings: GeneticSettings, metrics_fn=metrics_fn):
         self.lattice, self.settings, self.max_changes = lattice, settings, max_changes(settings, lattice)
@@ -101,20 +102,20 @@ class PaperGA(PopulationBasedAlgorithm):
 
     @property
     def _default_params(self) -> Params:
-        in_genes = [
+        bounds = [
             (0, steps(high, low, step), steps(change, 0.0, step) // 1) if step else (low, high, change)
             for (low, high, step), change in zip(self.lattice.axes, self.max_changes, strict=True)
         ]
-        return Params(self.settings.mutation_rate, *jnp.array(in_genes, jnp.float32).T)
+        return Params(self.settings.mutation_rate, *jnp.array(bounds, jnp.float32).T)
 
     def control_points(self, genes: Float[Array | np.ndarray, "*population C n"]) -> Float[Array, "*population C n"]:
-        """The points that genes stand for (x in layers, y the factor), float32. Traceable."""
+        """The control points that genes encode (x in layers, y the factor), float32. Traceable."""
         codes, tables = genes.astype(jnp.int32), self.lattice.lattices
         axes = [genes[..., i] if t is None else jnp.asarray(t, jnp.float32)[codes[..., i]] for i, t in enumerate(tables)]
         return jnp.stack(axes, axis=-1)
 
     def recorded_points(self, genes: Float[Array | np.ndarray, "*population C n"]) -> Float[np.ndarray, "*population C n"]:
-        """The same for records, float64 on the host: a lattice value is the decimal itself, 1.1 and not 1.1000000238."""
+        """The control points for records, float64 on the host: a lattice value is the decimal, 1.1 and not 1.1000000238."""
         points = np.array(genes, np.float64)
         for i, (table, (low, high, _)) in enumerate(zip(self.lattice.lattices, self.lattice.axes, strict=True)):
             points[..., i] = np.clip(points[..., i], low, high) if table is None else table[points[..., i].astype(int)]
@@ -122,7 +123,7 @@ class PaperGA(PopulationBasedAlgorithm):
 
     @partial(jax.jit, static_argnames=("self",))
     def initial_population(self, key: jax.Array, params: Params) -> tuple[Float[Array, "P C n"], Lineage]:
-        """Genes of generation 0: Eq. 8 first (operator INITIAL), then its mutations, N_ps in all. To be given to `init`."""
+        """Genes of generation 0, for `init`: Eq. 8 first (operator INITIAL), then its mutations, N_ps in all."""
         size = self.settings.population_size
         first = jnp.asarray(self.lattice.initial_genes)
         mutants = jax.vmap(lambda key: mutation(key, first, params, self.on_lattice))(jax.random.split(key, size - 1))
@@ -133,7 +134,7 @@ class PaperGA(PopulationBasedAlgorithm):
 
     @partial(jax.jit, static_argnames=("self",))
     def init(self, key: jax.Array, population: Float[Array, "P C n"], fitness: Float[Array, "P"], params: Params) -> State:
-        """evosax's `init` with generation 0, evaluated, in the order of `initial_population`; then the first selection."""
+        """evosax's `init` with the evaluated generation 0, in the order of `initial_population`; then the first selection."""
         state = super().init(key, population, fitness, params)
         return self._select(state, state.population, state.fitness, jnp.arange(len(fitness), dtype=jnp.int32))
 
@@ -206,11 +207,11 @@ def is_valid(genes: Float[Array, "*any C n"]) -> Bool[Array, "*any"]:
 def mutation(
     key: jax.Array, parent: Float[Array, "C axes"], params: Params, on_lattice: tuple[bool, ...]
 ) -> Float[Array, "C axes"]:
-    """Eq. 9 and 10: the first valid of 64 draws, or the parent's x with the first draw's y. `on_lattice`: is x, is y."""
+    """Eq. 9 and 10: the first valid of 64 draws, or else the parent's x with the first draw's y. `on_lattice`: each axis."""
     x, axes = parent[:, 0], parent.shape[1]
-    of_y = range(1, axes)
-    below = jnp.stack([jnp.append(params.low[0], x[:-1]), *(jnp.full_like(x, params.low[at]) for at in of_y)], axis=1)
-    above = jnp.stack([jnp.append(x[1:], params.high[0]), *(jnp.full_like(x, params.high[at]) for at in of_y)], axis=1)
+    learnt = range(1, axes)
+    below = jnp.stack([jnp.append(params.low[0], x[:-1]), *(jnp.full_like(x, params.low[axis]) for axis in learnt)], axis=1)
+    above = jnp.stack([jnp.append(x[1:], params.high[0]), *(jnp.full_like(x, params.high[axis]) for axis in learnt)], axis=1)
     low, high = jnp.maximum(below, parent - params.max_change), jnp.minimum(above, parent + params.max_change)
 
     uniform = _uniform(key, MUTATION_DRAWS, len(parent), axes + 1)  # for x, y, and whether the point is redrawn
@@ -228,7 +229,7 @@ def crossover(
 ) -> tuple[Float[Array, "2 C axes"], Int[Array, "2"], Int[Array, ""], Bool[Array, ""]]:
     """One-point crossover of two of the first `pool` parents: the first try whose children both satisfy Eq. 10, else the last.
 
-    Returns the children, the rows of the parents that they begin as, the cut, and whether they are valid.
+    Returns the children, the rows of their first parents, the cut, and whether the children are valid.
     """
     flat = parents.reshape(len(parents), -1)
     uniform = _uniform(key, 3, tries)

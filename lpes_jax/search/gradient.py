@@ -6,25 +6,26 @@ The loss is, in nats,
     + text_weight x mean -log p of a token of plain text
     + penalty(parameters)
 
-with teacher-forced answers, all admitted ones together. In a mixture each task counts by its weight, in nats an answer: an
-answer is one thing to find, however many tokens it has. Losses per token were tried and drown what is copied: SmolLM2 starts
-at 0.1 nats a token on UUIDs (34 tokens) and at 3.2 on documents' answers (3 tokens), against 2.5 to 5 and 11 nats an answer.
+Answers are teacher-forced; the probabilities of all admitted answers are added up. In a mixture the loss of each task is in
+nats per answer, times its weight: an answer is one thing to find, however many tokens it has. With losses per token, copied
+answers hardly count: SmolLM2 starts at 0.1 nats per token on UUIDs (34 tokens) and at 3.2 on documents' answers (3 tokens),
+but at 2.5 to 5 and at 11 nats per answer.
 
-The loss of plain text is -log p of its tokens, or with `--text-objective kl` the KL divergence from the model as it is. The
-first lets the parameters learn the kind of text that is given; the second keeps what the model does on it. Plain text in
-windows of several lengths counts by the mean over the lengths of their losses.
+The loss of plain text is -log p of its tokens, or with `--text-objective kl` the KL divergence from the unchanged model. With
+the first, the parameters may learn this kind of text; the second keeps the model's behaviour on it. With windows of several
+lengths, the loss of plain text is the mean over the lengths.
 
-Adam (optax) moves the parameters, and after each step they are put back into their box (projected gradient descent). A part of
-the questions and of the text is held back: every few steps the loss on these is measured, and the parameters with the lowest
-are the result, of those where plain text has not become less likely than is allowed: on the whole, or with several lengths in
-any quarter of the longest windows, since far positions may get worse while the mean does not.
+Adam (optax) updates the parameters, and each step ends with a projection onto their box (projected gradient descent). A part
+of the questions and of the text is held back. Every few steps the loss on the held-back part is measured (a `Look`). The
+result is the parameters with the lowest held-back loss, among those that do not raise the loss of plain text by more than
+`--max-text-loss-rise`: its mean, or with several lengths that of any quarter of the longest windows, since the loss at far
+positions can rise while the mean does not.
 
-What the parameters are is the caller's: `apply(model, parameters)` gives the model and RoPE table that are scored. Layers are
+The caller defines the parameters: `apply(model, parameters)` gives the model and RoPE table to score. Layers are
 rematerialised in the backward pass, so memory does not grow with their number. The model is an argument of every compiled
-function. With several devices (the model's mesh) each has a part of the minibatch, and the gradients are added up; parameters
-are everywhere.
+function. Each of several devices (the model's mesh) has a part of the minibatch and all parameters; gradients are summed.
 
-Letters: B trees, P prompts of a tree, W windows of text, T tokens.
+Letters: B groups, P prompts per group, W windows of text, T tokens.
 """
 
 import contextlib
@@ -49,7 +50,7 @@ from lpes_jax.models.llama.model import Llama
 from lpes_jax.models.llama.sharding import put_model
 from lpes_jax.rope import RopeTable
 from lpes_jax.scores import batch_scores
-from lpes_jax.search.minibatches import Data, Examples, Share, Windows, draws, spread, windows_a_step
+from lpes_jax.search.minibatches import Data, Examples, Share, Windows, draws, spread, windows_per_step
 from lpes_jax.settings.search import GradientSettings, TextSettings
 from lpes_jax.text_nll import token_divergence, token_nll
 
@@ -64,12 +65,20 @@ class LossNotFinite(UserError):
 
 
 class Look(NamedTuple):
-    """What is seen every few steps, on what was held back.
+    """One measurement on the held-back data, made every few steps.
 
-    `loss` is the whole objective; `task_losses` (nats a prompt, by weight) and `accuracies`
-    (prompts answered right, by weight) are of each task; `text_loss` is in nats a token, NaN without text. With text of several
-    lengths `text_losses` are its parts, and `text_quarters` the losses in the quarters of the longest windows. `allowed`: text
-    is no worse than it may be. With `--text-objective kl` `text_divergence` is that of each length, in nats a token.
+    Attributes:
+        step: The number of steps before it.
+        train_loss: The mean loss of the minibatches since the last look; NaN for the first look.
+        loss: The whole objective.
+        task_losses: Of each task, in nats per prompt, weighted by position.
+        accuracies: Of each task, the share of prompts with a correct answer, weighted by position.
+        text_loss: In nats per token; NaN without text.
+        allowed: Whether the loss of plain text has risen by no more than `--max-text-loss-rise`.
+        parameters: The parameters that were measured.
+        text_losses: With text of several lengths, the loss of each length.
+        text_quarters: With text of several lengths, the losses in the quarters of the longest windows.
+        text_divergence: With `--text-objective kl`, the divergence of each length, in nats per token.
     """
 
     step: int
@@ -86,7 +95,7 @@ class Look(NamedTuple):
 
 
 class State(NamedTuple):
-    """All that a descent needs to go on after a look."""
+    """All that a descent needs to continue after a look."""
 
     step: int
     parameters: Parameters
@@ -98,21 +107,25 @@ class State(NamedTuple):
 
 
 def initial_state(parameters: Parameters, num_tasks: int, num_texts: int = 1, *, divergence: bool = False) -> State:
-    """The state before anything is looked at: the structure of all later ones.
+    """The state before the first look, which has the structure of all later states.
 
-    `num_texts`: lengths of windows of text; `divergence`: their objective is the KL divergence.
+    Args:
+        parameters: The initial parameters.
+        num_tasks: The number of tasks.
+        num_texts: The number of lengths of windows of text.
+        divergence: Whether the objective of text is the KL divergence.
     """
     unknown = (math.nan,) * num_tasks
     texts, quarters = ((math.nan,) * num_texts, (math.nan,) * QUARTERS) if num_texts > 1 else ((), ())
-    apart = (math.nan,) * (num_texts * divergence)
-    look = Look(0, math.nan, math.nan, unknown, unknown, math.nan, True, parameters, texts, quarters, apart)
-    return State(0, parameters, _adam.init(parameters), math.nan, look, 0, quarters)
+    divergences = (math.nan,) * (num_texts * divergence)
+    empty = Look(0, math.nan, math.nan, unknown, unknown, math.nan, True, parameters, texts, quarters, divergences)
+    return State(0, parameters, _adam.init(parameters), math.nan, empty, 0, quarters)
 
 
 def prompt_scores(
     model: Llama, examples: Examples, table: RopeTable, *, remat: bool = False
 ) -> tuple[Bool[Array, "B P"], Float[Array, "B P"]]:
-    """Of each prompt: is an admitted answer the greedy continuation, and log p of the admitted answers together."""
+    """For each prompt: whether an admitted answer is the greedy continuation, and log p of all admitted answers together."""
     correct, log_p = (
         scores.reshape(examples.is_row.shape)
         for scores in batch_scores(model, examples.batch, table_method(table), remat=remat)
@@ -121,11 +134,12 @@ def prompt_scores(
 
 
 def answer_loss(
-    model: Llama, examples: Examples, table: RopeTable, *, weighted: bool = True, total: Total = lambda of_part: of_part
+    model: Llama, examples: Examples, table: RopeTable, *, weighted: bool = True, total: Total = lambda value: value
 ) -> Float[Array, ""]:
-    """The mean of -log p of the answers, by weight or plain, differentiable in the table and the model.
+    """The weighted or plain mean of -log p of the answers, in nats, differentiable in the table and the model.
 
-    `total` adds up what the parts have, where the examples are a part of all: what comes out is this part's share of the mean.
+    If the examples are one shard of a minibatch, `total` sums a value over the shards; the result is this shard's share of the
+    mean.
     """
     _, log_p = prompt_scores(model, examples, table, remat=True)
     weights = (examples.weights if weighted else examples.is_prompt).astype(log_p.dtype)
@@ -137,17 +151,18 @@ def text_loss(
     windows: Int[Array, "W T"],
     table: RopeTable,
     counts: Bool[Array, "W"] | None = None,
-    total: Total = lambda of_part: of_part,
-    as_is: Llama | None = None,
+    total: Total = lambda value: value,
+    reference: Llama | None = None,
 ) -> Float[Array, ""]:
-    """The mean over the tokens of plain text but each window's first, in the windows that count (None: all), likewise.
+    """The mean loss of plain text, in nats per token, over all tokens but each window's first. Differentiable.
 
-    Of -log p of the token, or where there is a model `as_is` of the KL divergence from its distribution.
+    The loss is -log p of the token, or with a `reference` model the KL divergence from its distribution. `counts` marks the
+    windows that are not padding (None: all). `total` is that of `answer_loss`.
     """
-    if as_is is None:
+    if reference is None:
         losses = token_nll(model, windows, table_method(table), remat=True)[:, 1:]
     else:
-        losses = _divergence(model, windows, table, as_is, remat=True)[:, 1:]
+        losses = _divergence(model, windows, table, reference, remat=True)[:, 1:]
     if counts is None:
         return losses.mean()
     weights = counts.astype(losses.dtype)
@@ -155,10 +170,10 @@ def text_loss(
 
 
 def _divergence(
-    model: Llama, windows: Int[Array, "W T"], table: RopeTable, as_is: Llama, *, remat: bool = False
+    model: Llama, windows: Int[Array, "W T"], table: RopeTable, reference: Llama, *, remat: bool = False
 ) -> Float[Array, "W T"]:
-    own = table_method(as_is.config.rope_table(windows.shape[1]))
-    return token_divergence(model, windows, table_method(table), as_is, own, remat=remat)
+    own = table_method(reference.config.rope_table(windows.shape[1]))
+    return token_divergence(model, windows, table_method(table), reference, own, remat=remat)
 
 
 def descend(
@@ -176,11 +191,28 @@ def descend(
     resume: State | None = None,
     on_look: Callable[[Look, State], None] = lambda look, state: None,
 ) -> Look:
-    """From `parameters` to the allowed look with the lowest loss; the start is the first look, and always allowed.
+    """Run gradient descent, and return the allowed look with the lowest loss.
 
-    Minibatches are drawn without replacement, in a new order each epoch, from `seed`. With `patience`, as many looks without
-    a new best end it early. `resume` goes on behind a look: what `on_look` got with it. Raises UserError for settings that are
-    out of bounds, and LossNotFinite for the loss of a step or of a look.
+    The first look is at the initial parameters and is always allowed. Minibatches are drawn without replacement, in a new order
+    each epoch. With `patience`, so many looks without a new best end the descent early.
+
+    Args:
+        model: The model.
+        train: The data to learn from.
+        held_back: The data to measure on.
+        parameters: The initial parameters.
+        apply: Gives the model and RoPE table of given parameters.
+        settings: The settings of the descent.
+        text: The settings of plain text.
+        project: Projects parameters onto their box, after each step.
+        penalty: A term of the loss, from the parameters only.
+        seed: Of the minibatches.
+        resume: The state to continue from, as `on_look` got it.
+        on_look: Called after each look, with the state to resume from.
+
+    Raises:
+        UserError: A setting is out of bounds.
+        LossNotFinite: The loss of a step or of a look is NaN or infinite.
     """
     check_bounds(settings)
     check_bounds(text)
@@ -226,7 +258,7 @@ def descend(
             parameters, moments = jax.tree.map(jnp.asarray, to_host((parameters, moments)))
             seen = look(number, train_loss, parameters, state)
             if not (math.isfinite(seen.train_loss) and math.isfinite(seen.loss)):
-                raise LossNotFinite(f"the loss is not finite after {number} steps; lower --learning-rate or narrow the bounds")
+                raise LossNotFinite(_what_is_not_finite(number, parameters))
             better = seen.allowed and seen.loss < state.best.loss
             best, since_best = (seen, 0) if better else (state.best, state.looks_since_best + 1)
             state = State(number, parameters, moments, state.first_text_loss, best, since_best, state.first_text_quarters)
@@ -235,9 +267,16 @@ def descend(
     return state.best
 
 
+def _what_is_not_finite(step: int, parameters: Parameters) -> str:
+    """Adam moves parameters out of the finite numbers only by a gradient that is not finite, for which no flag is to blame."""
+    if all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(parameters)):
+        return f"the loss is not finite after {step} steps; lower --learning-rate or narrow the bounds"
+    return f"the gradient is not finite within the first {step} steps, though the loss was; try --dtype float32"
+
+
 @contextlib.contextmanager
 def _partitioner(mesh: Mesh) -> Iterator[None]:
-    """GSPMD in here where several GPUs share the work. Its warning of GSPMD's end is XLA's."""
+    """Use GSPMD inside this context if several GPUs share the work. XLA warns then that GSPMD will be removed."""
     name = "jax_use_shardy_partitioner"
     before = getattr(jax.config, name)
     jax.config.update(name, before and (mesh.size == 1 or not _shardy_crashes()))
@@ -248,24 +287,25 @@ def _partitioner(mesh: Mesh) -> Iterator[None]:
 
 
 def _shardy_crashes() -> bool:
-    """XLA's pass for Shardy ended in a segmentation fault on these programs: jax 0.11.2, two H200s, the model whole on each.
+    """Whether XLA's pass for Shardy may crash on these programs.
 
-    Ahead of time for two such devices, with one at hand, it did compile them, as GSPMD does for two and four and for a model
-    axis of two. Once it does so on the devices themselves this can go.
+    It ended in a segmentation fault with jax 0.11.2 on two H200s, each with a whole model. On a machine with one H200 it did
+    compile the programs ahead of time for two. GSPMD compiles them there for two and four devices, and for a model axis of
+    two. Remove this function once Shardy works on the devices themselves.
     """
     return jax.default_backend() == "gpu"
 
 
 @dataclass(frozen=True)
 class _Goal:
-    """What is compiled into a step, besides shapes."""
+    """The static arguments of a compiled step."""
 
     apply: Apply
     project: Callable[[Parameters], Parameters]
     penalty: Callable[[Parameters], Float[Array, ""]] | None
     weighted: bool
-    coefficients: tuple[float, ...] | None = None  # of the losses of the examples; None: all alike
-    divergence: bool = False  # what text is kept by, in place of its -log p
+    coefficients: tuple[float, ...] | None = None  # of the losses of the examples; None: equal
+    divergence: bool = False  # the loss of text is the KL divergence, not -log p
 
     def regular(self, parameters: Parameters) -> Float[Array, ""]:
         return jnp.zeros(()) if self.penalty is None else self.penalty(parameters)
@@ -308,7 +348,7 @@ def _loss_and_gradient(
     parameters: Parameters,
     text_weight: Float[Array, ""],
 ) -> tuple[Float[Array, ""], Parameters]:
-    """Of the whole minibatch, by one of the shards that have parts of it; `total` adds up what they have."""
+    """The loss and gradient of the whole minibatch, on one of the `shards` that have parts of it. `total` sums over shards."""
 
     def objective(parameters: Parameters) -> Float[Array, ""]:
         tuned, table = goal.apply(model, parameters)
@@ -326,19 +366,19 @@ def _loss_and_gradient(
 
 
 def _weighted_sum(weights: Sequence[float], values: Sequence[Float[Array, ""]]) -> Float[Array, ""]:
-    """In the values' own dtype."""
+    """The weighted sum, in the values' own dtype."""
     return sum((jnp.asarray(weight, value.dtype) * value for weight, value in zip(weights, values, strict=True)), jnp.zeros(()))
 
 
 @partial(jax.jit, static_argnames=("goal", "mesh"))
 def _prompts_now(
-    goal: _Goal, mesh: Mesh, model: Llama, examples: Examples, parameters: Parameters, at: Int[Array, "n"]
+    goal: _Goal, mesh: Mesh, model: Llama, examples: Examples, parameters: Parameters, indices: Int[Array, "n"]
 ) -> tuple[Bool[Array, "n P"], Float[Array, "n P"]]:
-    def scores(model: Llama, examples: Examples, parameters: Parameters, at: Int[Array, "n"]) -> tuple[Array, Array]:
+    def scores(model: Llama, examples: Examples, parameters: Parameters, indices: Int[Array, "n"]) -> tuple[Array, Array]:
         tuned, table = goal.apply(model, parameters)
-        return prompt_scores(tuned, examples[at], table)
+        return prompt_scores(tuned, examples[indices], table)
 
-    return _over_indices(scores, mesh)(model, examples, parameters, at)
+    return _over_indices(scores, mesh)(model, examples, parameters, indices)
 
 
 @partial(jax.jit, static_argnames=("goal", "mesh", "quarters"))
@@ -348,37 +388,37 @@ def _text_now(
     model: Llama,
     text: Int[Array, "W T"],
     parameters: Parameters,
-    at: Int[Array, "n"],
+    indices: Int[Array, "n"],
     quarters: bool = False,
 ) -> tuple[Float[Array, "..."], ...]:
-    """The mean -log p of each window, with `quarters` that of its quarters [n, 4], and the divergence where that counts."""
+    """The mean -log p of each window; with `quarters` also of its quarters [n, 4]; with goal.divergence also its divergence."""
 
-    def means(model: Llama, text: Int[Array, "W T"], parameters: Parameters, at: Int[Array, "n"]) -> tuple[Array, ...]:
+    def means(model: Llama, text: Int[Array, "W T"], parameters: Parameters, indices: Int[Array, "n"]) -> tuple[Array, ...]:
         tuned, table = goal.apply(model, parameters)
-        nll = token_nll(tuned, text[at], table_method(table))[:, 1:]
-        found = [nll.mean(axis=1)]
+        nll = token_nll(tuned, text[indices], table_method(table))[:, 1:]
+        columns = [nll.mean(axis=1)]
         if quarters:
-            found.append(jnp.stack([part.mean(axis=1) for part in jnp.array_split(nll, QUARTERS, axis=1)], axis=1))
+            columns.append(jnp.stack([quarter.mean(axis=1) for quarter in jnp.array_split(nll, QUARTERS, axis=1)], axis=1))
         if goal.divergence:
-            found.append(_divergence(tuned, text[at], table, model)[:, 1:].mean(axis=1))
-        return tuple(found)
+            columns.append(_divergence(tuned, text[indices], table, model)[:, 1:].mean(axis=1))
+        return tuple(columns)
 
-    return _over_indices(means, mesh)(model, text, parameters, at)
+    return _over_indices(means, mesh)(model, text, parameters, indices)
 
 
 def _over_indices(function: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
-    """`function` with its last argument, and its results, split over a mesh."""
+    """`function`, with its last argument and its results sharded over a mesh."""
     specs = EVERYWHERE, EVERYWHERE, EVERYWHERE, BY_POPULATION
     return function if mesh.size == 1 else over_population(function, mesh, specs, BY_POPULATION)
 
 
-def _placed(tree: Any, mesh: Mesh, spec: PartitionSpec = EVERYWHERE) -> Any:
-    """On a mesh."""
-    return put(tree, NamedSharding(mesh, spec))
+def _placed(values: Any, mesh: Mesh, spec: PartitionSpec = EVERYWHERE) -> Any:
+    """Put the leaves of a pytree on a mesh."""
+    return put(values, NamedSharding(mesh, spec))
 
 
 def rises_within(bound: float | None, losses: Sequence[float], first: Sequence[float]) -> bool:
-    """Whether no text loss (nats a token; the whole, or each quarter) lies more than `bound` above its first value."""
+    """Whether no text loss (in nats per token; the mean, or each quarter) is more than `bound` above its first value."""
     return bound is None or all(now - start <= bound for now, start in zip(losses, first, strict=True))
 
 
@@ -395,11 +435,11 @@ def _look(
     before: State | None,
 ) -> Look:
     placed = _placed(parameters, mesh)
-    losses, accuracies, of_text = [], [], math.nan
-    for at, examples in enumerate(held_back.tasks):
-        now = partial(_prompts_now, goal, mesh, model, examples, placed)
-        trees = examples.trees_a_step(settings.minibatch_size * held_back.part(at))
-        correct, log_p = _in_blocks(now, mesh, len(examples.weights), trees)
+    losses, accuracies, mean_text_loss = [], [], math.nan
+    for index, examples in enumerate(held_back.tasks):
+        scores = partial(_prompts_now, goal, mesh, model, examples, placed)
+        num_groups = examples.groups_per_step(settings.minibatch_size * held_back.part(index))
+        correct, log_p = _in_blocks(scores, mesh, len(examples.weights), num_groups)
         weights = np.asarray(examples.weights, np.float64).ravel() / float(examples.weights.sum())
         losses.append(-float(weights @ log_p.ravel()))
         accuracies.append(float(weights @ correct.ravel()))
@@ -409,45 +449,45 @@ def _look(
         coefficients = [share.coefficient for share in held_back.shares]
         loss = float(np.dot(coefficients, losses)) + float(goal.regular(parameters))
         losses, accuracies = _by_task(held_back.shares, losses), _by_task(held_back.shares, accuracies)
-    of_texts, quarters, divergences = [], (), []
+    text_losses, quarters, divergences = [], (), []
     lengths = [windows.shape[1] for windows in held_back.texts]
-    for windows, size in zip(held_back.texts, windows_a_step(lengths, text.text_minibatch), strict=True):
-        in_quarters = len(lengths) > 1 and windows.shape[1] == max(lengths)
-        now = partial(_text_now, goal, mesh, model, windows, placed, quarters=in_quarters)
-        means, *more = _in_blocks(now, mesh, len(windows), size)
-        of_texts.append(float(means.mean()))
-        if in_quarters:
+    for windows, size in zip(held_back.texts, windows_per_step(lengths, text.text_minibatch), strict=True):
+        by_quarter = len(lengths) > 1 and windows.shape[1] == max(lengths)
+        scores = partial(_text_now, goal, mesh, model, windows, placed, quarters=by_quarter)
+        means, *more = _in_blocks(scores, mesh, len(windows), size)
+        text_losses.append(float(means.mean()))
+        if by_quarter:
             quarters = tuple(more[0].mean(axis=0).tolist())
         if goal.divergence:
             divergences.append(float(more[-1].mean()))
-    if of_texts:
-        of_text = float(np.mean(of_texts)) if len(of_texts) > 1 else of_texts[0]
-        loss += text.text_weight * (float(np.mean(divergences)) if goal.divergence else of_text)
-    now_and_first = [], []
+    if text_losses:
+        mean_text_loss = float(np.mean(text_losses)) if len(text_losses) > 1 else text_losses[0]
+        loss += text.text_weight * (float(np.mean(divergences)) if goal.divergence else mean_text_loss)
+    compared = [], []
     if before is not None:
-        now_and_first = (quarters, before.first_text_quarters) if quarters else ([of_text], [before.first_text_loss])
-    allowed = rises_within(text.max_text_loss_rise, *now_and_first)
-    several = tuple(of_texts) if len(of_texts) > 1 else ()
-    seen = train_loss, loss, tuple(losses), tuple(accuracies), of_text, allowed, parameters
-    return Look(number, *seen, several, quarters, tuple(divergences))
+        compared = (quarters, before.first_text_quarters) if quarters else ([mean_text_loss], [before.first_text_loss])
+    allowed = rises_within(text.max_text_loss_rise, *compared)
+    by_length = tuple(text_losses) if len(text_losses) > 1 else ()
+    measured = train_loss, loss, tuple(losses), tuple(accuracies), mean_text_loss, allowed, parameters
+    return Look(number, *measured, by_length, quarters, tuple(divergences))
 
 
 def _by_task(shares: Sequence[Share], values: Sequence[float]) -> list[float]:
-    """The values of examples as means of their tasks."""
-    found = [0.0] * (1 + max(share.task for share in shares))
+    """The mean over each task's examples of their values."""
+    means = [0.0] * (1 + max(share.task for share in shares))
     for share, value in zip(shares, values, strict=True):
-        found[share.task] += share.part * value
-    return found
+        means[share.task] += share.part * value
+    return means
 
 
 def _in_blocks(
     scores: Callable[[Array], tuple[Array, ...]], mesh: Mesh, count: int, size: int
 ) -> tuple[Float[np.ndarray, "count ..."], ...]:
-    """Scores of all indices 0 ... count - 1, about `size` at a time; all blocks have one shape, which a mesh divides."""
+    """Scores of the indices 0 .. count - 1, about `size` at a time. All blocks have one size, a multiple of the shards."""
     shards = mesh.shape["population"]
     size, done = -(-min(size, count) // shards) * shards, []
     for start in range(0, count, size):
-        at = np.minimum(np.arange(start, start + size, dtype=np.int32), count - 1)
-        of_block = to_host(scores(_placed(jnp.asarray(at), mesh, BY_POPULATION)))
-        done.append([part[: count - start] for part in of_block])
+        indices = np.minimum(np.arange(start, start + size, dtype=np.int32), count - 1)
+        results = to_host(scores(_placed(jnp.asarray(indices), mesh, BY_POPULATION)))
+        done.append([column[: count - start] for column in results])
     return tuple(np.concatenate(parts).astype(np.float64) for parts in zip(*done, strict=True))

@@ -14,7 +14,7 @@ from lpes_jax.errors import UserError
 from lpes_jax.limits import check_bounds
 from lpes_jax.settings.search import GeneticSettings, SpaceSettings
 
-MAX_CODES = 65536  # most values of a lattice axis: they are tabulated, and codes must be exact in float32
+MAX_CODES = 65536  # the most values per axis: they are tabulated, and codes must be exact in float32
 
 
 @dataclass(frozen=True)
@@ -33,23 +33,23 @@ class Lattice:
 
     def __post_init__(self):
         check_bounds(self)
-        # One point is a curve only where one layer is scaled.
+        # One point is a curve only if one layer is scaled.
         _require(
             self.control_points >= 2 or self.num_layers == 1, f"--control-points must be at least 2, got {self.control_points}"
         )
         last = self.num_layers - 1.0
-        on_lattice = [("x", self.space.x_step, f"the last layer, {last:g},", last, 0.0)]
+        checked = [("x", self.space.x_step, f"the last layer, {last:g},", last, 0.0)]
         for name, (low, high, initial) in self.boxes.items():
-            at_least_0 = name == "gain" or self.space.parameter == "multiplier"
+            zero_allowed = name == "gain" or self.space.parameter == "multiplier"
             _require(
-                (0 <= low if at_least_0 else 0 < low) and low < high,
-                f"--min-{name} {low} must be {'0 or more' if at_least_0 else 'above 0'} and below --max-{name} {high}",
+                (0 <= low if zero_allowed else 0 < low) and low < high,
+                f"--min-{name} {low} must be {'0 or more' if zero_allowed else 'above 0'} and below --max-{name} {high}",
             )
             within = f"is outside --min-{name} {low} to --max-{name} {high}"
             _require(low <= initial <= high, f"--initial-{name} {initial} {within}")
-            on_lattice += [("y", self.space.y_step, f"--max-{name} {high}", high, low)]
-            on_lattice += [("y", self.space.y_step, f"--initial-{name} {initial}", initial, low)]
-        for axis, step, name, value, origin in on_lattice:
+            checked += [("y", self.space.y_step, f"--max-{name} {high}", high, low)]
+            checked += [("y", self.space.y_step, f"--initial-{name} {initial}", initial, low)]
+        for axis, step, name, value, origin in checked:
             codes, way_out = steps(value, origin, step), f"change it or give --{axis}-step 0 (continuous)"
             _require(codes < MAX_CODES, f"--{axis}-step {step} makes more than {MAX_CODES} values; {way_out}")
             _require(codes % 1 == 0, f"{name} is not on the lattice {origin} + k * --{axis}-step {step}; {way_out}")
@@ -67,9 +67,9 @@ class Lattice:
     def boxes(self) -> dict[str, tuple[float, float, float]]:
         """Minimum, maximum and initial value of each learnt number: factor (or multiplier), gain."""
         space = self.space
-        of_factor = {"factor": (space.min_factor, space.max_factor, space.initial_factor)}
-        of_gain = {"gain": (space.min_gain, space.max_gain, space.initial_gain)}
-        return {"factors": of_factor, "gains": of_gain, "both": of_factor | of_gain}[space.learn]
+        factor = {"factor": (space.min_factor, space.max_factor, space.initial_factor)}
+        gain = {"gain": (space.min_gain, space.max_gain, space.initial_gain)}
+        return {"factors": factor, "gains": gain, "both": factor | gain}[space.learn]
 
     @property
     def axes(self) -> tuple[tuple[float, float, float], ...]:
@@ -79,14 +79,14 @@ class Lattice:
 
     @property
     def lattices(self) -> tuple[Float[np.ndarray, "values"] | None, ...]:
-        """The values of P^x (in layers) and of each P^y, float64 (Table 9); None for an axis that is continuous."""
+        """The values of P^x (in layers) and of each P^y, float64 (Table 9); None for a continuous axis."""
         return tuple(_lattice(low, high, step) for low, high, step in self.axes)
 
     @property
     def initial_genes(self) -> Float[np.ndarray, "C axes"]:
         """Eq. 8: (k (L-1)/d, initial factor) for k = 0..d, x rounded to the lattice (half to even), as float32 genes.
 
-        With `initial_points`, those, put on the lattice.
+        With `initial_points`, the genes nearest to those.
         """
         if self.initial_points is not None:
             return np.stack(
@@ -98,20 +98,20 @@ class Lattice:
                 ],
                 axis=1,
             ).astype(np.float32)
-        (x_values, *of_y), d = self.lattices, max(self.control_points - 1, 1)
+        (x_values, *y_values), d = self.lattices, max(self.control_points - 1, 1)
         k = np.arange(self.control_points)
         genes = [k * (self.num_layers - 1) / d if x_values is None else np.round(k * (len(x_values) - 1) / d)]
-        for values, (_, _, initial) in zip(of_y, self.boxes.values(), strict=True):
+        for values, (_, _, initial) in zip(y_values, self.boxes.values(), strict=True):
             genes.append(np.full(len(k), initial if values is None else np.searchsorted(values, initial)))
         return np.stack(genes, axis=1).astype(np.float32)
 
     def search_space(self) -> dict[str, int | None]:
-        """Sizes (Appendix B): `paper` (|X| |Y|)^C, `valid` those in order (Eq. 10), `brute_force` |Y|^L; None if continuous.
+        """Sizes (Appendix B): `paper` (|X| |Y|)^C; `valid` only x in order (Eq. 10); `brute_force` |Y|^L; None if continuous.
 
         |Y| counts the combinations of all learnt numbers.
         """
-        x, *of_y = (None if values is None else len(values) for values in self.lattices)
-        y = None if None in of_y else math.prod(size for size in of_y if size)
+        x, *y_sizes = (None if values is None else len(values) for values in self.lattices)
+        y = None if None in y_sizes else math.prod(size for size in y_sizes if size)
         return {
             "paper": x and y and (x * y) ** self.control_points,
             "valid": x and y and math.comb(x, self.control_points) * y**self.control_points,
@@ -131,10 +131,10 @@ def max_changes(settings: GeneticSettings, lattice: Lattice) -> tuple[float, ...
     enough = settings.parents >= 2 or settings.crossovers == 0
     _require(enough, f"{parents} is too few for --crossovers {settings.crossovers}; give 2 or more")
     change_x = 0.0 if lattice.pins_x else settings.max_change_x
-    of_axes = change_x, *[settings.max_change_y] * len(lattice.boxes)
-    for axis, (_, _, step), change in zip("xy", lattice.axes, of_axes, strict=False):
+    changes = change_x, *[settings.max_change_y] * len(lattice.boxes)
+    for axis, (_, _, step), change in zip("xy", lattice.axes, changes, strict=False):
         _require(change == 0 or change >= step, f"--max-change-{axis} {change} is below one step, {step}; 0 pins {axis}")
-    return of_axes
+    return changes
 
 
 def _require(met: bool, message: str) -> None:

@@ -1,4 +1,4 @@
-"""A search from its settings to its factors: the examples, the algorithm around what scores them, the held-out report."""
+"""A search from its settings to its factors: the examples, the scorer, the algorithm, and the held-out report."""
 
 import contextlib
 import hashlib
@@ -46,20 +46,24 @@ _HELD_OUT = 5  # candidates of the held-out report: plain, baseline, uniform, pi
 
 @dataclass(frozen=True)
 class Report:
-    """How what was found and the controls did on held-out questions of one task (length), in the report's order."""
+    """The outcomes of the found factors and the controls on held-out questions of one task (length), in the report's order.
+
+    `slots` are the (slot, position) pairs that were measured.
+    """
 
     task: Task
-    places: list[tuple[int, int]]
+    slots: list[tuple[int, int]]
     outcomes: list[Outcome]
     title: str = ""  # in a mixture
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found, and how it did on each task (length). `control_points` are of a curve of one factor a layer.
+    """The result of a search: the found factors, and their scores on each task (length).
 
-    `reports` is empty where a run was resumed that is complete: its folder has them. `selection` is the accuracy (weighted,
-    0 to 1) on the questions that the factors were chosen on, and on held-out ones where these are measured likewise.
+    `reports` is empty if a complete run was resumed: its folder has them. `control_points` are those of a curve of one factor
+    per layer. `selection` is the weighted accuracy (0 to 1) on the questions that the factors were chosen on, and on held-out
+    ones if these were measured in the same way.
     """
 
     factors: LayerFactors
@@ -69,7 +73,7 @@ class SearchResult:
 
     @property
     def outcomes(self) -> list[Outcome]:
-        """Of the first task."""
+        """The outcomes on the first task."""
         return self.reports[0].outcomes
 
 
@@ -86,14 +90,28 @@ def search(
     finish: Finish = lambda result, folder: result,
     measured: dict[Any, Any] | None = None,
 ) -> SearchResult:
-    """Run the search, its settings checked, and leave its history. Factors are to be good for all `tasks`: alike where they are
-    lengths of one task, by their weights where they are a mixture.
+    """Run a search, and write its history.
 
-    `identity` names the model in the records (name, num_layers, sha256); `stop_ids` end a generated text; `finish` gets the
-    result while the folder is still locked, and may write there; `measured` is that of `evaluate`. Raises UserError for what
-    the user got wrong, before anything is scored, and Interrupted for a SIGINT or SIGTERM, with all that was scored saved.
+    Args:
+        settings: The settings, checked.
+        model: The model.
+        tokenizer: Its tokenizer.
+        tasks: The tasks to find factors for: lengths of one task, with equal weights, or a mixture, with its weights.
+        identity: The model's name, num_layers and sha256, for the records.
+        stop_ids: Tokens that end a generated text.
+        finish: Gets the result while the folder is still locked, and may write there.
+        measured: As in `evaluate`.
+
+    Returns:
+        The result of the search.
+
+    Raises:
+        UserError: A setting, the model or the data are unusable. Raised before anything is scored.
+        Interrupted: SIGINT or SIGTERM arrived. All scores are saved.
     """
-    from lpes_jax.search.algorithms import make_algorithm  # evosax wants devices at once: not before several processes have met
+    from lpes_jax.search.algorithms import (
+        make_algorithm,
+    )  # importing evosax initialises the devices, so all processes must be connected
 
     started = time.time()
     config = model.config
@@ -106,23 +124,23 @@ def search(
     questions = settings.questions
     limits = [(part.limit, part.test_limit) for part in mixture.parts] if mixture else []
     limits = limits or [(questions.limit, questions.test_limit)] * len(tasks)
-    told = [part.told for part in mixture.parts] if mixture else [contextlib.nullcontext] * len(tasks)
+    naming = [part.told for part in mixture.parts] if mixture else [contextlib.nullcontext] * len(tasks)
     metrics = _metrics(settings, tasks, mixture is not None)
     reported = [slots_of(task, questions.positions if task.num_items > 1 else (0,)) for task in tasks]
     searched = [slots_of(task, settings.objective.search_positions if task.num_items > 1 else (0,)) for task in tasks]
-    if mixture is None and len({(len(places), task.decided_by) for places, task in zip(searched, tasks, strict=True)}) > 1:
+    if mixture is None and len({(len(slots), task.decided_by) for slots, task in zip(searched, tasks, strict=True)}) > 1:
         raise UserError("tasks with and without positions, or with and without options, are searched on together in a Mixture")
     counts: Counter[str] = Counter()
     prompts, held_out, asked_later = [], [], []
-    for at, task in enumerate(tasks):
-        with told[at]():
-            examples = task.examples("search", limits[at][0], settings.run.seed)
-            prompts.append(search_prompts(settings, config, task, tokenizer, examples, searched[at], counts))
-            held_out.append(task.examples("test", limits[at][1], settings.run.seed))
-            asked_later += _check_held_out(settings, model, tokenizer, task, held_out[at], reported[at], metrics[at])
-            if mixture is not None:  # what merges or is too long is said of its task
-                task_prompts.encode(prompts[at], tokenizer, config.max_position_embeddings)
-    everything = [prompt for of_task in prompts for prompt in of_task]
+    for index, task in enumerate(tasks):
+        with naming[index]():
+            examples = task.examples("search", limits[index][0], settings.run.seed)
+            prompts.append(search_prompts(settings, config, task, tokenizer, examples, searched[index], counts))
+            held_out.append(task.examples("test", limits[index][1], settings.run.seed))
+            asked_later += _check_held_out(settings, model, tokenizer, task, held_out[index], reported[index], metrics[index])
+            if mixture is not None:  # so that errors name the task
+                task_prompts.encode(prompts[index], tokenizer, config.max_position_embeddings)
+    everything = [prompt for own_prompts in prompts for prompt in own_prompts]
     asked = everything + asked_later
     staged = make_staged_scorer(settings, model, tokenizer, tasks, prompts) if settings.ga.race else None
     scorer = make_scorer(settings, model, tokenizer, tasks, prompts, stop_ids) if staged is None else staged
@@ -139,17 +157,17 @@ def search(
             return first_bad_layer(model, ids)
         return first_bad_layer(model, ids, row.factors, kinds[0], row.gains, kinds[1])
 
-    candidates = sum((_HELD_OUT - (task.plain is None)) * len(of_task) * len(places)
-                     for task, of_task, places in zip(tasks, held_out, reported, strict=True))  # fmt: skip
+    candidates = sum((_HELD_OUT - (task.plain is None)) * len(examples) * len(slots)
+                     for task, examples, slots in zip(tasks, held_out, reported, strict=True))  # fmt: skip
     total = (algorithm.individuals + settings.objective.uniform_candidates) * scorer.num_prompts + candidates
-    of_mixture = {} if mixture is None else {"mixture": mixture.record()}
-    record = _config(settings, model, identity, space, asked) | of_mixture
+    mixture_record = {} if mixture is None else {"mixture": mixture.record()}
+    record = _config(settings, model, identity, space, asked) | mixture_record
     check_processes(record, batch_size=settings.devices.batch_size, population_chunk=settings.devices.population_chunk)
     with RunFolder(settings.run.output_path, record, settings.run.resume, settings.run.overwrite) as folder:
-        if (complete := hosts.from_first(lambda: _as_left(folder))) is not None:
+        if (complete := hosts.from_first(lambda: _complete_result(folder))) is not None:
             return complete
-        way_on = f"interrupted; what was scored is in {folder.path}: the same command with --resume goes on from there"
-        with process.saying(lambda: way_on):
+        message = f"interrupted; what was scored is in {folder.path}: the same command with --resume continues from there"
+        with process.saying(lambda: message):
             with SearchProgress(total) as progress:
                 with GracefulStop() as stop:
                     budget = settings.ga.max_evaluations
@@ -166,7 +184,7 @@ def search(
                 points = best["control_points"]
                 numbers = {"learn": settings.space.learn, "parameter": settings.space.parameter}
                 numbers = {} if numbers == {"learn": "factors", "parameter": "factor"} else numbers  # of a curve's columns
-                found = LayerFactors(
+                learnt = LayerFactors(
                     array_of(best["factors"]),
                     space.granularities[0],
                     gains=None if "gains" not in best else np.array(best["gains"]),
@@ -181,7 +199,7 @@ def search(
                     rope=config.rope.to_hf(),
                     search={
                         **as_record(settings),
-                        **of_mixture,
+                        **mixture_record,
                         "search_space": algorithm.search_space,
                         **algorithm.sizes,
                         "fitness_of_best": best["fitness"],
@@ -200,21 +218,21 @@ def search(
                 reports = [
                     Report(
                         task,
-                        places,
+                        slots,
                         evaluate(
                             model,
                             tokenizer,
                             task,
                             examples,
-                            places,
+                            slots,
                             [
                                 Candidate(PLAIN, plain=True),
                                 Candidate(BASELINE),
                                 Candidate("uniform", LayerFactors.uniform(uniform["factor"], config.num_layers)),
-                                Candidate("pi", LayerFactors.uniform(found.mean, config.num_layers)),
-                                Candidate("lpes", found),
+                                Candidate("pi", LayerFactors.uniform(learnt.mean, config.num_layers)),
+                                Candidate("lpes", learnt),
                             ],
-                            metrics=of_task,
+                            metrics=own_metrics,
                             max_new_tokens=questions.max_new_tokens,
                             stop_ids=stop_ids,
                             overlength=questions.overlength,
@@ -225,13 +243,13 @@ def search(
                         ),
                         title,
                     )
-                    for task, examples, places, of_task, title in zip(
+                    for task, examples, slots, own_metrics, title in zip(
                         tasks, held_out, reported, metrics, mixture.titles if mixture else [""] * len(tasks), strict=True
                     )
                 ]
             selection = _selection(settings, fitness, reports) | {"search_questions": dict(counts)}
             points = None if points is None else np.array(points)
-            result = SearchResult(found, reports, points, selection)
+            result = SearchResult(learnt, reports, points, selection)
             with folder.writing():
                 return finish(result, folder) if hosts.is_first() else result
 
@@ -239,7 +257,7 @@ def search(
 def _config(
     settings: SearchSettings, model: Llama, identity: dict[str, Any], space: Space, asked: Sequence[Prompt]
 ) -> dict[str, Any]:
-    """`config.json`: all that decides a run's results, by content where it is a file's."""
+    """`config.json`: everything that determines a run's results; files by the hash of their content."""
     files = {"data": settings.task.data, "text": settings.text.text}
     start = b"".join(values.tobytes() for values in (space.x, *(column for column, _, _ in space.learnt.values())))
     return {
@@ -251,13 +269,13 @@ def _config(
     }
 
 
-def _as_left(folder: RunFolder) -> SearchResult | None:
-    """The result of a complete run, whose results are of as many individuals as its history has; else None."""
-    results, found = folder.path / "results.json", folder.path / "factors.json"
-    if not (folder.recorded and results.exists() and found.exists()):
+def _complete_result(folder: RunFolder) -> SearchResult | None:
+    """The result of a complete run, whose results count all individuals of its history; else None."""
+    results, factors_path = folder.path / "results.json", folder.path / "factors.json"
+    if not (folder.recorded and results.exists() and factors_path.exists()):
         return None
     read_json(results, dict, hint="; remove it, and --resume writes it anew")
-    factors = LayerFactors.load(found)
+    factors = LayerFactors.load(factors_path)
     if factors.search.get("individuals") != len(folder.recorded):
         return None
     points = (factors.curve or {}).get("control_points")
@@ -265,9 +283,9 @@ def _as_left(folder: RunFolder) -> SearchResult | None:
 
 
 def _selection(settings: SearchSettings, fitness: Fitness, reports: Sequence[Report]) -> dict[str, Any]:
-    """Accuracy of the found factors where they were chosen, and of them and the baseline on held-out questions.
+    """Accuracy of the found factors on the questions that chose them, and of them and the baseline on held-out questions.
 
-    Both at the search's positions and weights; held-out ones only if they were measured there, by the search's verdict.
+    Both at the search's positions and weights. Held-out accuracy only if it was measured at these, by the search's verdict.
     """
     best, task = fitness.best, reports[0].task
     if fitness.objective.groups:
@@ -282,25 +300,25 @@ def _selection(settings: SearchSettings, fitness: Fitness, reports: Sequence[Rep
         means = []
         for report in reports:
             [outcome] = [outcome for outcome in report.outcomes if outcome.candidate.name == name]
-            columns = [position for _, position in report.places]
+            columns = [position for _, position in report.slots]
             if verdict not in outcome.scores or not set(fitness.objective.positions) <= set(columns):
                 return selection
-            at = [columns.index(position) for position in fitness.objective.positions]
-            means.append(float(outcome.scores[verdict].mean(axis=0)[at] @ np.array(fitness.objective.weights)))
+            indices = [columns.index(position) for position in fitness.objective.positions]
+            means.append(float(outcome.scores[verdict].mean(axis=0)[indices] @ np.array(fitness.objective.weights)))
         selection[label] = float(np.mean(means))
     return selection
 
 
 def _selection_by_task(fitness: Fitness) -> dict[str, Any]:
-    """Of a mixture: accuracy where the factors were chosen, by the tasks' weights, and of each task, as it was and as found."""
+    """For a mixture: accuracy on the questions that chose the factors, by the tasks' weights and per task, before and after."""
     best, first = fitness.best, fitness.records[0]
 
     def by_task(record: dict[str, Any]) -> dict[str, float]:
         if "accuracies" in record:
             return dict(zip((group.title for group in fitness.objective.groups), record["accuracies"], strict=True))
-        of_tasks = record["accuracy"]
+        accuracies = record["accuracy"]
         return {
-            group.title: float(np.dot(group.weights, list(of_tasks[group.title].values())))
+            group.title: float(np.dot(group.weights, list(accuracies[group.title].values())))
             for group in fitness.objective.groups
         }
 
@@ -308,8 +326,8 @@ def _selection_by_task(fitness: Fitness) -> dict[str, Any]:
     for title, accuracy in by_task(best).items():
         tasks[title]["accuracy"] = accuracy
     if "task_losses" in best:
-        for of_task, before, now in zip(tasks.values(), first["task_losses"], best["task_losses"], strict=True):
-            of_task |= {"loss_at_start": before, "loss": now}
+        for figures, loss_at_start, loss in zip(tasks.values(), first["task_losses"], best["task_losses"], strict=True):
+            figures |= {"loss_at_start": loss_at_start, "loss": loss}
     chosen = sum(group.share * tasks[group.title]["accuracy"] for group in fitness.objective.groups)
     return {"chosen_of": len(fitness.records), "accuracy_where_chosen": float(chosen), "tasks": tasks}
 
@@ -317,22 +335,22 @@ def _selection_by_task(fitness: Fitness) -> dict[str, Any]:
 def _metrics(settings: SearchSettings, tasks: Sequence[Task], is_mixture: bool) -> list[Sequence[str]]:
     """The metrics of each task's held-out report.
 
-    In a mixture those of `--metrics` that a task has, or its own: its first, and F1 beside a substring. Raises UserError for a
-    metric that none has.
+    In a mixture a task has those of `--metrics` that it knows, or else its own: its first default metric, and F1 if it has it.
+    Raises UserError for a metric that no task has.
     """
     if not is_mixture:
         return [settings.questions.metrics or default_metrics(tasks[0])[:1]] * len(tasks)
     known = [("prefix", *task.metrics) if task.decided_by == "generation" else task.metrics for task in tasks]
-    if unknown := [metric for metric in settings.questions.metrics if not any(metric in of_task for of_task in known)]:
+    if unknown := [metric for metric in settings.questions.metrics if not any(metric in own_metrics for own_metrics in known)]:
         raise UserError(
             f"--metrics {unknown[0]}: no task of the mixture has it; they have {', '.join(sorted({*sum(known, ())}))}"
         )
-    of_tasks = []
-    for task, has in zip(tasks, known, strict=True):
+    reported = []
+    for task, own_metrics in zip(tasks, known, strict=True):
         own = default_metrics(task)[:1]
         own += tuple(metric for metric in ("f1",) if metric in task.metrics and metric not in own)
-        of_tasks.append(tuple(metric for metric in settings.questions.metrics if metric in has) or own)
-    return of_tasks
+        reported.append(tuple(metric for metric in settings.questions.metrics if metric in own_metrics) or own)
+    return reported
 
 
 def _check_held_out(
@@ -341,16 +359,16 @@ def _check_held_out(
     tokenizer: Any,
     task: Task,
     examples: Sequence[Any],
-    places: Sequence[tuple[int, int]],
+    slots: Sequence[tuple[int, int]],
     metrics: Sequence[str],
 ) -> list[Prompt]:
-    """The same check for the held-out prompts as for the others, before the search and not after it. The prompts."""
+    """Check the held-out prompts like the search prompts, so that errors come before the search. Returns the prompts."""
     generates, fitted = task.decided_by == "generation" and any(metric != "prefix" for metric in metrics), []
     for version in (task, task.plain):
         if version is not None:
-            asked = [version.prompt(example, *place) for example in examples for place in places]
-            asked, _ = count_leaky(asked, settings.questions.drop_leaky)
-            fitted += fit(settings, model.config, version, tokenizer, asked, generates)
+            version_prompts = [version.prompt(example, *slot) for example in examples for slot in slots]
+            version_prompts, _ = count_leaky(version_prompts, settings.questions.drop_leaky)
+            fitted += fit(settings, model.config, version, tokenizer, version_prompts, generates)
     if generates:
         new_tokens = settings.questions.max_new_tokens or task.max_new_tokens
         encoded = task_prompts.encode(fitted, tokenizer, model.config.max_position_embeddings)
@@ -360,7 +378,7 @@ def _check_held_out(
 
 
 def _sweep(path: Path, candidates: Sequence[float]) -> dict[str, Any]:
-    """What `uniform.json` has of these candidates. Raises UserError where it is not what a search left there."""
+    """The sweep in `uniform.json`. Raises UserError if it is not a search's sweep over these candidates."""
     record = read_json(path, dict)
     sweep = record.get("sweep")
     entries = sweep if isinstance(sweep, list) and all(isinstance(entry, dict) for entry in sweep) else [{}]
@@ -374,10 +392,10 @@ def _sweep(path: Path, candidates: Sequence[float]) -> dict[str, Any]:
 
 
 def _tuned_uniform(settings: SearchSettings, fitness: Fitness, num_layers: int) -> dict[str, Any]:
-    """The best of evenly spaced uniform factors, on the search examples, and the whole sweep.
+    """The best of evenly spaced uniform factors on the search examples, and the whole sweep.
 
-    They lie within the bounds, and within 0.5 to 2 where the box is wider: no model's best single factor lies beyond.
-    `uniform.json` is written with each block of them, and a resumed run goes on behind it.
+    The factors are within the bounds, and within 0.5 to 2 if the box is wider: no model's best single factor lies beyond.
+    `uniform.json` is written after each block, and a resumed run continues after the last one.
     """
     path = fitness.folder.path / "uniform.json"
     least, most = settings.space.min_factor, settings.space.max_factor
@@ -385,21 +403,21 @@ def _tuned_uniform(settings: SearchSettings, fitness: Fitness, num_layers: int) 
     candidates = np.linspace(low, high, settings.objective.uniform_candidates).round(4)
     record: dict[str, Any] = {"sweep": [], "evaluations": 0}
     if fitness.folder.resumed:
-        with contextlib.suppress(UserError):  # a file that is not there, or damaged, is written anew
+        with contextlib.suppress(UserError):  # a missing or damaged file is written anew
             record = hosts.from_first(lambda: _sweep(path, candidates.tolist()))
-    before, sweep = fitness.evaluations, record["sweep"]
+    evaluations_before, sweep = fitness.evaluations, record["sweep"]
     fitness.evaluations += record["evaluations"]
-    at_once = fitness.scorer.individuals_at_once
-    for start in range(len(sweep), len(candidates), at_once):
-        block = candidates[start : start + at_once]
-        summaries = fitness.of_factors(np.repeat(block[:, None], num_layers, axis=1).astype(np.float32))
+    block_size = fitness.scorer.individuals_at_once
+    for start in range(len(sweep), len(candidates), block_size):
+        block = candidates[start : start + block_size]
+        summaries = fitness.score_factors(np.repeat(block[:, None], num_layers, axis=1).astype(np.float32))
         sweep += [{"factor": float(factor)} | summary for factor, summary in zip(block, summaries, strict=True)]
         best = max(sweep, key=lambda entry: -np.inf if entry["fitness"] is None else entry["fitness"])
-        told = [{"factors": [entry["factor"]]} | entry for entry in sweep]
-        fitness.check_model("tuning one uniform factor", told)
+        factor_records = [{"factors": [entry["factor"]]} | entry for entry in sweep]
+        fitness.check_model("tuning one uniform factor", factor_records)
         if len(sweep) == len(candidates):
-            fitness.check_any("tuning one uniform factor", told)
-        scored = fitness.evaluations - before
+            fitness.check_any("tuning one uniform factor", factor_records)
+        scored = fitness.evaluations - evaluations_before
         record = {"factor": best["factor"], "fitness": best["fitness"], "evaluations": scored, "sweep": sweep}
         if hosts.is_first():
             with fitness.folder.writing():

@@ -139,13 +139,13 @@ def _from_names(flags: TaskSettings, limit: int, test_limit: int, more: Mapping[
     settings = given(flags)
     if unknown := next((name for name in settings if not any(name in settings_of(task) for task in names)), None):
         raise UserError(f"{flag}: none of these tasks has --{_hyphens(unknown)}; remove it")
-    from_file = [name for name in names if name not in GENERATED]
-    if len(from_file) > 1 and "data" in settings:
-        raise UserError(f"{flag}: one --data cannot serve {' and '.join(from_file)}; give each its own in a --mixture")
+    file_tasks = [name for name in names if name not in GENERATED]
+    if len(file_tasks) > 1 and "data" in settings:
+        raise UserError(f"{flag}: one --data cannot serve {' and '.join(file_tasks)}; give each its own in a --mixture")
     parts: list[Part] = []
     for name in names:
         own = {key: value for key, value in settings.items() if key in settings_of(name)}
-        if from_file and name in GENERATED:
+        if file_tasks and name in GENERATED:
             own.pop("data", None)
         _add(parts, name, own, limit, test_limit, 1.0, f"--task {name}", more)
     return Mixture(tuple(parts))
@@ -197,8 +197,8 @@ def _add(
             raise UserError(f"{where}: the task {same.title!r} is repeated; give it once, with a higher weight")
         lengths = {key: _length_of(task, key) for key in LENGTHS if key in settings}
         title = _title(name, task, settings)
-        others = sum(part.title.split(" #")[0] == title for part in parts)
-        title += f" #{others + 1}" if others else ""
+        same_titles = sum(part.title.split(" #")[0] == title for part in parts)
+        title += f" #{same_titles + 1}" if same_titles else ""
         parts.append(Part(title, task, limit, test_limit, weight, where, settings | lengths))
 
 
@@ -235,8 +235,8 @@ def _blocks(path: Path) -> list[dict[str, Any]]:
         raise UserError(
             f"--mixture {path}: cannot be read ({reason}); give a TOML file with one [[task]] block per task"
         ) from error
-    if others := [key for key in content if key != "task"]:
-        raise UserError(f"--mixture {path}: {others[0]} is not allowed; the file has only [[task]] blocks")
+    if other_keys := [key for key in content if key != "task"]:
+        raise UserError(f"--mixture {path}: {other_keys[0]} is not allowed; the file has only [[task]] blocks")
     blocks = content.get("task", [])
     if not isinstance(blocks, list) or not blocks or not all(isinstance(block, dict) for block in blocks):
         raise UserError(f"--mixture {path}: has no [[task]] block; give one per task, with its name as task")
@@ -247,8 +247,8 @@ def _read(block: dict[str, Any], where: str, folder: Path) -> tuple[str, dict[st
     """A block's task, the keys of the block itself (limit, test_limit, weight), and the task's settings."""
     name = block.get("task")
     if name not in TASKS:
-        what = "has no key task" if name is None else f"task = {name!r} is not known"
-        raise UserError(f"{where}: {what}; the tasks are: {', '.join(TASKS)}")
+        problem = "has no key task" if name is None else f"task = {name!r} is not known"
+        raise UserError(f"{where}: {problem}; the tasks are: {', '.join(TASKS)}")
     hints = get_type_hints(TaskSettings)
     known = {key: hints[key] for key in SETTINGS if key in settings_of(name)}
     values: dict[str, Any] = {}

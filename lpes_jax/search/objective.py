@@ -1,7 +1,7 @@
 """The fitness of an individual, from its scores on the search prompts.
 
-It is the weighted sum over the search positions of the same examples' accuracy (section 3.2), or of their mean answer
-log-likelihood. Of a mixture it is the sum over its tasks of their weight times this.
+It is the weighted sum over the search positions of the accuracy on the same examples (section 3.2), or of their mean answer
+log-likelihood. The fitness of a mixture is the weighted sum of its tasks' fitnesses.
 
 Letters: P population, N prompts, Q questions.
 """
@@ -21,9 +21,9 @@ from lpes_jax.tasks.prompts import Prompt
 
 @dataclass(frozen=True)
 class Group:
-    """The prompts of one task of a mixture, which follow each other: `count` of them, question by question.
+    """The prompts of one task of a mixture: `count` consecutive prompts, question by question.
 
-    `positions` of a question's prompts, and their weights, which sum to 1; `share` of the task, of 1 in all.
+    `positions` and `weights` (which sum to 1) are those of a question's prompts. The shares of all tasks sum to 1.
     """
 
     title: str
@@ -35,11 +35,11 @@ class Group:
 
 @dataclass(frozen=True)
 class Objective:
-    """What the scores of a prompt count for.
+    """How the scores of prompts make up the fitness.
 
-    `positions` are those of each question's prompts, which follow each other. `answer_tokens`: of each prompt.
-    `has_likelihood`: whether scores have a log-likelihood. `groups`: the tasks of a mixture; without them all prompts are asked
-    at the same positions.
+    `positions` are those of each question's prompts, which are consecutive. `answer_tokens` is the number of answer tokens of
+    each prompt. `has_likelihood`: whether scores have a log-likelihood. `groups` are the tasks of a mixture; without groups all
+    questions are asked at the same positions.
     """
 
     settings: ObjectiveSettings
@@ -50,12 +50,12 @@ class Objective:
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """Of the positions."""
+        """The weights of the positions."""
         return self.settings.weights if len(self.positions) == len(self.settings.search_positions) else (1.0,)
 
     @property
     def accuracy_keys(self) -> list[str]:
-        """What the history has an accuracy of: each position, or each task of a mixture."""
+        """The keys of an accuracy in the history: the positions, or the tasks of a mixture."""
         return [group.title for group in self.groups] or [str(position) for position in self.positions]
 
     @property
@@ -69,9 +69,9 @@ class Objective:
         log_likelihood: Float[np.ndarray, "n"],
         prompts: Int[np.ndarray, "n"] | None = None,
     ) -> dict[str, Any]:
-        """Fitness, accuracy and log-likelihood as the history has them, of all prompts or of some, by their numbers.
+        """Fitness, accuracy and log-likelihood as the history has them, on all prompts or on some, given by their indices.
 
-        The fitness is None where a log-likelihood is not finite.
+        The fitness is None if a log-likelihood is not finite.
         """
         if self.groups:
             return self._summary_by_task(correct, log_likelihood)
@@ -99,7 +99,7 @@ class Objective:
         }
 
     def _summary_by_task(self, correct: np.ndarray, log_likelihood: np.ndarray) -> dict[str, Any]:
-        """The same of a mixture: accuracy and log-likelihood are of each task by its title."""
+        """The summary for a mixture: accuracy and log-likelihood by the tasks' titles."""
         finite = bool(np.isfinite(log_likelihood).all())
         scale, start, fitness, tie_break = self._tie_break_of_groups(), 0, 0.0, 0.0
         by_task: dict[str, dict[str, Any]] = {"accuracy": {}, "log_likelihood": {}}
@@ -116,16 +116,18 @@ class Objective:
                 fitness += group.share * float(weights @ accuracy)
                 tie_break += group.share * float(weights @ probability)
             means = zip(group.positions, accuracy.tolist(), likelihood.mean(axis=0).tolist(), strict=True)
-            for position, right, likely in means:
-                by_task["accuracy"].setdefault(group.title, {})[str(position)] = right
-                by_task["log_likelihood"].setdefault(group.title, {})[str(position)] = round(likely, 4) if finite else None
+            for position, correct_share, mean_likelihood in means:
+                by_task["accuracy"].setdefault(group.title, {})[str(position)] = correct_share
+                by_task["log_likelihood"].setdefault(group.title, {})[str(position)] = (
+                    round(mean_likelihood, 4) if finite else None
+                )
         return {"fitness": round(fitness + scale * tie_break, 12) if finite else None, **by_task}
 
     def _tie_break_of_groups(self) -> float:
-        """`tie_break_scale` of all tasks: how far two fitnesses are apart at least, halved; 0 where ties stay."""
+        """Half of the smallest difference that two fitnesses of a mixture can have; 0 without tie-breaking."""
         if self.by_likelihood or not self.settings.tie_break:
             return 0.0
-        # A verdict of one prompt changes the fitness by one of these; what has no common measure is told apart to a hundredth.
+        # The verdict on one prompt changes the fitness by one of these. If their divisor is tiny, 1 % of the smallest is used.
         changes = [
             group.share * weight * len(group.positions) / group.count
             for group in self.groups
@@ -140,7 +142,7 @@ class Objective:
     def by_question(
         self, correct: Bool[np.ndarray, "P N"], log_likelihood: Float[np.ndarray, "P N"]
     ) -> Float[np.ndarray, "P Q"]:
-        """What each question adds to the fitness, which is the mean of these; NaN where a score is not finite. No mixture."""
+        """The values of the questions, whose mean is the fitness; NaN if a score is not finite. Not for mixtures."""
         likelihood = np.where(np.isfinite(log_likelihood), log_likelihood, np.nan).astype(np.float64)
         if self.by_likelihood:
             by_prompt = likelihood
@@ -152,14 +154,14 @@ class Objective:
 
     @property
     def most_of_a_verdict(self) -> float:
-        """How much one verdict changes the value of its question at most."""
+        """The most that one verdict can change the value of its question."""
         return 0.0 if self.by_likelihood else max(self.weights)
 
 
 def tie_break_scale(weights: Sequence[float], examples: int) -> float:
-    """Half of the smallest difference that two weighted accuracies can have: what is added for likelihood stays below it.
+    """Half of the smallest difference that two weighted accuracies can have, so that likelihood only breaks ties.
 
-    Weights are taken as decimals; two accuracies differ by a multiple of their greatest common divisor over `examples`.
+    Weights are read as decimals. Two accuracies differ by a multiple of the weights' greatest common divisor / `examples`.
     """
     fractions = [Fraction(str(weight)) for weight in weights if weight > 0]
     denominator = math.lcm(*(fraction.denominator for fraction in fractions))
@@ -173,7 +175,7 @@ def groups_of(
     prompts: Sequence[Sequence[Prompt]],
     weights: tuple[float, ...],
 ) -> list[Group]:
-    """The tasks of a mixture, each asked at its (slot, position) pairs; one without positions has the weight 1 there."""
+    """The tasks of a mixture, each with its (slot, position) pairs. A task without positions has one, of weight 1."""
     groups = []
     for title, share, task_slots, task_prompts in zip(titles, shares, slots, prompts, strict=True):
         positions = tuple(position for _, position in task_slots)

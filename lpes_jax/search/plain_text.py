@@ -27,11 +27,13 @@ MOST_TOKENS = 2**18  # in the windows of each length, if there are several lengt
 def text_windows(
     text: Path | None, model: Llama, tokenizer: Any, seed: int, length: int, most: int = 256
 ) -> Int[np.ndarray, "W T"]:
-    """At most `most` windows of `length` tokens: evenly over the search part (the first 40 %) of the file `text`.
+    """At most `most` windows of `length` tokens, spread evenly over the search part (the first 40 %) of the file `text`.
 
-    Without a file at most `GENERATED_WINDOWS` windows that the model writes, sampled from its own distribution behind its first
-    token (BOS, or a random one where the tokenizer has none). Raises UserError for a file that cannot be read or is too short,
-    for ids that the model does not have, and where the logits that text is drawn from are not finite.
+    Without a file, the model generates at most `GENERATED_WINDOWS` windows: sampled from its own distribution after a first
+    token (BOS, or a random one if the tokenizer has none).
+
+    Raises:
+        UserError: The file cannot be read or is too short, the model does not have an id, or its logits are not finite.
     """
     length = min(length, model.config.max_position_embeddings)
     if length < 2:
@@ -39,7 +41,7 @@ def text_windows(
     if text is not None:
         windows = _of_file(text, tokenizer, length)
         chosen = np.linspace(0, len(windows) - 1, min(len(windows), most)).astype(int)
-        ids = np.array([windows[at].ids for at in chosen], np.int32)
+        ids = np.array([windows[index].ids for index in chosen], np.int32)
         check_ids(model, ids)
         return ids
     count = min(GENERATED_WINDOWS, most)
@@ -65,11 +67,13 @@ def text_windows(
 def split_windows(
     text: Path | None, model: Llama, tokenizer: Any, seed: int, lengths: int | tuple[int, ...], kept_share: float
 ) -> tuple[list[Int[np.ndarray, "_W _T"]], list[Int[np.ndarray, "_W _T"]]]:
-    """Windows of each length, shortest first, to learn from and to hold back: a share of the text, its end.
+    """Windows of each length, shortest first: those to learn from, and those to hold back (`kept_share` of the text, its end).
 
-    With several lengths no token is on both sides, and windows of each hold about `MOST_TOKENS` at most; without a file the
-    model writes the longest, and the shorter are their beginnings. Raises UserError as `text_windows`, for lengths beyond the
-    model's window, and for too little text to hold a part back.
+    With several lengths, no token is on both sides, and the windows of each length have about `MOST_TOKENS` tokens at most.
+    Without a file, the model generates the longest windows; shorter ones are their beginnings.
+
+    Raises:
+        UserError: As `text_windows`; a length is beyond the model's window; or the text is too short to hold a part back.
     """
     several = check_windows(lengths, model.config.max_position_embeddings)
     most = 256 if len(several) == 1 else most_windows(several[-1])
@@ -95,7 +99,7 @@ def split_windows(
 
 
 def check_windows(lengths: int | tuple[int, ...], window: int) -> list[int]:
-    """The lengths, shortest first. Raises UserError for what they cannot be, of a model with this window."""
+    """The lengths, shortest first. Raises UserError for lengths that are invalid for a model with this window."""
     several = sorted(lengths) if isinstance(lengths, tuple) else [lengths]
     flag = f"--text-window {' '.join(map(str, several))}"
     if not several or several[0] < 2 or len(set(several)) < len(several):
@@ -106,14 +110,14 @@ def check_windows(lengths: int | tuple[int, ...], window: int) -> list[int]:
 
 
 def most_windows(length: int) -> int:
-    """How many windows of one length among several are used."""
+    """The most windows of one length, if there are several lengths."""
     return max(8, MOST_TOKENS // length)
 
 
 def _around(
     text: Path | None, tokenizer: Any, length: int, kept_share: float, border: int | None
 ) -> tuple[Int[np.ndarray, "_W T"], Int[np.ndarray, "_H T"], int]:
-    """Windows of one length before and behind the token `border`, and that token; None: where the held-back share begins."""
+    """Windows of one length before and after the token `border`, and `border` (None: the start of the held-back share)."""
     windows = _of_file(text, tokenizer, length)
     bos = getattr(tokenizer, "bos_token_id", None)
     new = length - (bos is not None and windows[0].ids[0] == bos)  # tokens of the text in each window
@@ -127,7 +131,7 @@ def _around(
         side[np.linspace(0, len(side) - 1, min(len(side), count)).astype(int)] if len(side) else side
         for side, count in zip(sides, counts, strict=True)
     ]
-    rest, kept = (np.array([windows[at].ids for at in side], np.int32).reshape(len(side), length) for side in chosen)
+    rest, kept = (np.array([windows[index].ids for index in side], np.int32).reshape(len(side), length) for side in chosen)
     return rest, kept, border
 
 

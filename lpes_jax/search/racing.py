@@ -1,26 +1,27 @@
-"""Racing (`--race`): individuals that cannot catch up any more are dropped on a part of the search questions.
+"""Racing (`--race`): individuals that can no longer catch up are dropped after a part of the search questions.
 
-A generation is scored in stages: on an eighth of the questions, then on a quarter, on half and on all of them. In between, an
-individual is dropped where a test says that its fitness on all questions would stay below a bar:
+A generation is scored in stages: on an eighth of the questions, then on a quarter, on half and on all of them. After each
+stage, an individual is dropped if a test says that its fitness on all questions would stay below a bar:
 
-- The genetic algorithm's bars are its worst parent, and, of parents and generation together on the part so far, the last of so
-  many as there are parents (and crossovers, of which only the better child can be one). What stays below is never bred from
-  and leaves no trace: a race changes nothing in the rest of a history, but for an individual that is dropped by mistake.
-- Random search's bar is the best, so far and on the part.
-- The bar of evosax's other algorithms, which learn from a whole generation, is the generation's own middle on the part: half of
-  it is scored on all questions.
+- The genetic algorithm has two bars: its worst parent; and on the part so far, the k-th best of parents and generation
+  together, where k is the number of parents plus crossovers (only the better child of a crossover can become a parent).
+  Individuals below these are never bred from. So a race does not change the rest of a history, unless it drops an individual
+  by mistake.
+- Random search's bar is the best individual, so far and on the part.
+- evosax's other algorithms learn from a whole generation. Their bar is the generation's own median on the part: half of it is
+  scored on all questions.
 
-The test is one-sided and paired by question. Questions are a sample without replacement from all N of the search, so n
-differences d to the bar have the standard error s / sqrt(n) * sqrt(1 - n / N), and an individual is dropped where
-mean(d) + t(0.95, n - 1) * standard error < 0. One more difference is added that speaks for the individual as strongly as any
-seen speaks for either, and at least as one prompt can: a few questions that happen to agree prove little (the idea of Agresti
-and Coull's interval).
+The test is one-sided and paired by question. Questions are a sample without replacement from all N of the search. So n
+differences d to the bar have the standard error s / sqrt(n) * sqrt(1 - n / N), and an individual is dropped if
+mean(d) + t(0.95, n - 1) * standard error < 0. One difference in the individual's favour is added: as large as the largest
+absolute difference, and at least what one prompt can change. A few questions that happen to agree prove little (the idea of
+Agresti and Coull's interval).
 
-What is counted are units: a question at all its positions, or all questions about one haystack, which share their prompts'
-beginnings (lpes_jax.prefixes) and are not independent. The seed draws them into eighths, of each task alike.
+The test counts units: a question at all its positions, or all questions about one haystack, which share a prefix
+(lpes_jax.prefixes) and are not independent. The seed divides the units of each task into eighths.
 
-The fitness of what was dropped is an estimate, for the record and for those of evosax's algorithms that look at it: its mean on
-the part, plus what those that were scored on all questions gained from the part to the whole; never up to the bar.
+The fitness of a dropped individual is an estimate, for the record and for algorithms that use it: its mean on the part, plus
+the mean gain from the part to the whole of the individuals scored on all questions. It is always below the bar.
 
 Letters: P individuals, R rivals, N prompts, Q questions, U units.
 """
@@ -44,31 +45,31 @@ from lpes_jax.search.objective import Objective
 
 STAGES = ((0,), (1,), (2, 3), (4, 5, 6, 7))  # the eighths that each stage adds
 CONFIDENCE = 0.95
-LEAST_UNITS = 12  # half of less cannot drop anything
+LEAST_UNITS = 12  # half of fewer cannot drop anything
 
 Score = Callable[[int, Int[np.ndarray, "chosen"]], Float[np.ndarray, "chosen u"]]
 
 
 @dataclass(frozen=True)
 class Bar:
-    """What the individuals of a generation must reach to matter.
+    """The fitness that the individuals of a generation must reach.
 
-    The fitness of the last of the `rivals`, known individuals, where there are any; and with `keep` that of the `keep`-th best
-    of rivals and generation together.
+    It is the fitness of the last of the `rivals` (known individuals), if there are any; and with `keep` also that of the
+    `keep`-th best of rivals and generation together.
     """
 
     rivals: Float[np.ndarray, "R U"]
     keep: int = 0
 
     def references(self, values: Float[np.ndarray, "P n"]) -> list[Float[np.ndarray, "n"]]:
-        """What to compare with on the units so far."""
+        """The values to compare with on the units so far."""
         rivals = self.rivals[:, : values.shape[1]]
         everyone = np.concatenate([rivals, values])
         order = np.argsort(-everyone.mean(axis=1), kind="stable")
         return [*rivals[-1:], *everyone[order[self.keep - 1 : self.keep]]] if self.keep else [*rivals[-1:]]
 
     def ceiling(self, finished: Float[np.ndarray, "F U"]) -> float | None:
-        """The fitness that is sure not to matter, with those of a generation that were scored on all units."""
+        """The bar on all units, given the values of a generation's finished individuals. Lower fitnesses do not matter."""
         everyone = np.sort(np.concatenate([self.rivals, finished]).mean(axis=1))[::-1][: self.keep]
         return max([*self.rivals[-1:].mean(axis=1), *everyone[-1:]], default=None)
 
@@ -76,11 +77,18 @@ class Bar:
 def race(
     score: Score, individuals: int, bounds: Sequence[int], bar: Bar, least: float = 0.0
 ) -> tuple[Float[np.ndarray, "P U"], Int[np.ndarray, "P"]]:
-    """The values of each individual on each unit, and on how many of the units it was scored; values beyond are 0.
+    """Race a generation. The mean of an individual's values over all units is its fitness.
 
-    Stage k scores the units from `bounds[k]` to `bounds[k + 1]`: `score(k, chosen)` gives the values of the chosen individuals,
-    NaN or infinite where a score is not finite, which ends an individual's race. The mean over all units is the fitness;
-    `least` is what one prompt can change in one unit.
+    Args:
+        score: `score(k, chosen)` gives the values of the chosen individuals on the units of stage k. A value that is NaN or
+            infinite ends an individual's race.
+        individuals: The number of individuals.
+        bounds: Stage k scores the units from `bounds[k]` to `bounds[k + 1]`.
+        bar: The bar.
+        least: The most that one prompt can change the value of a unit.
+
+    Returns:
+        The values of each individual on each unit (0 beyond those scored), and the number of its scored units.
     """
     values, scored, running = np.zeros((individuals, bounds[-1])), np.zeros(individuals, int), np.arange(individuals)
     for stage, (start, end) in enumerate(itertools.pairwise(bounds)):
@@ -98,7 +106,7 @@ def race(
 def hopeless(
     values: Float[np.ndarray, "P n"], reference: Float[np.ndarray, "n"], units: int, least: float = 0.0
 ) -> Bool[np.ndarray, "P"]:
-    """Which individuals stay below the reference on all `units`, by the test above, as far as n of them tell."""
+    """Which individuals would stay below the reference on all `units`, by the test above on n of them."""
     differences = values - reference
     strongest = np.maximum(np.abs(differences).max(axis=1, initial=0.0), least)
     differences = np.column_stack([differences, strongest])
@@ -108,7 +116,7 @@ def hopeless(
 
 
 def estimates(values: Float[np.ndarray, "P U"], scored: Int[np.ndarray, "P"], bar: Bar) -> dict[int, float]:
-    """The fitness of the individuals that a race dropped, by their numbers: see above."""
+    """The estimated fitness of the individuals that a race dropped, by their indices: see above."""
     whole, finite = scored == values.shape[1], np.isfinite(values).all(axis=1)
     finished, found = values[whole & finite], {}
     known, ceiling = np.concatenate([bar.rivals, finished]), bar.ceiling(finished)
@@ -117,52 +125,52 @@ def estimates(values: Float[np.ndarray, "P U"], scored: Int[np.ndarray, "P"], ba
         estimate = values[individual, part].mean()
         if ceiling is not None:
             gained = (known.mean(axis=1) - known[:, part].mean(axis=1)).mean()
-            estimate = min(estimate + gained, ceiling - 1e-6 * max(1.0, abs(ceiling)))  # below it in float32, too
+            estimate = min(estimate + gained, ceiling - 1e-6 * max(1.0, abs(ceiling)))  # below it also in float32
         found[int(individual)] = float(estimate)
     return found
 
 
 def to_text(values: Float[np.ndarray, "U"]) -> str:
-    """Values as the history keeps them, float32: a run that is resumed compares with the same numbers."""
+    """Values as the history has them: float32, so that a resumed run compares with the same numbers."""
     return base64.b64encode(values.astype("<f4").tobytes()).decode()
 
 
 def from_text(text: str) -> Float[np.ndarray, "U"]:
-    """What `to_text` wrote."""
+    """The inverse of `to_text`."""
     return np.frombuffer(base64.b64decode(text), "<f4").astype(np.float64)
 
 
 def units_of(first_ids: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Questions that are no independent draws together: those whose first prompts share most of what not all share."""
+    """Groups of dependent questions: their first prompts share most of what follows the prefix of all prompts."""
     header = len(os.path.commonprefix(list(map(list, first_ids))))  # instructions, or examples
     return families([(list(ids[header:]), [0]) for ids in first_ids])
 
 
-def eighths(of_tasks: Sequence[Sequence[Sequence[int]]], seed: int) -> list[list[list[int]]]:
-    """The units of several tasks, drawn into eight parts that have about as much of each task.
+def eighths(tasks: Sequence[Sequence[Sequence[int]]], seed: int) -> list[list[list[int]]]:
+    """The units of several tasks, divided at random into eight parts with about equally many of each task.
 
-    Raises UserError where there are too few to drop anything on half of them.
+    Raises UserError if half of the units are too few to drop anything.
     """
-    if (units := min(map(len, of_tasks))) < LEAST_UNITS:
-        what = "questions" if all(len(unit) == 1 for of_task in of_tasks for unit in of_task) else "haystacks"
+    if (fewest := min(map(len, tasks))) < LEAST_UNITS:
+        noun = "questions" if all(len(unit) == 1 for task_units in tasks for unit in task_units) else "haystacks"
         raise UserError(
-            f"--race: {units} {what} are too few to drop anything on a part of them; raise --limit (from {LEAST_UNITS} on), or "
-            "leave --race out"
+            f"--race: {fewest} {noun} are too few to drop anything on a part of them; raise --limit (from {LEAST_UNITS} on), "
+            "or leave --race out"
         )
     rng = np.random.default_rng(seed % 2**32)
     parts: list[list[list[int]]] = [[] for _ in range(8)]
-    for of_task in of_tasks:
-        ends = np.arange(9) * len(of_task) // 8  # even: a quarter and a half have what they should
-        for part, chosen in zip(parts, np.split(rng.permutation(len(of_task)), ends[1:-1]), strict=True):
-            part += [list(of_task[unit]) for unit in sorted(chosen)]
+    for task_units in tasks:
+        ends = np.arange(9) * len(task_units) // 8  # even: a quarter and a half are exact
+        for part, chosen in zip(parts, np.split(rng.permutation(len(task_units)), ends[1:-1]), strict=True):
+            part += [list(task_units[unit]) for unit in sorted(chosen)]
     return parts
 
 
 class StagedScorer:
-    """A scorer for each eighth of the prompts, instead of one for all; all by the same RoPE table.
+    """A scorer for each eighth of the prompts, all with the same RoPE table.
 
-    `parts` are units of questions; a question has `per_question` prompts in turn. `make` makes the scorer of some prompts, by
-    their numbers.
+    `parts` are units of questions; a question has `per_question` consecutive prompts. `make` makes the scorer of some prompts,
+    given their indices.
     """
 
     has_likelihood = True
@@ -171,7 +179,7 @@ class StagedScorer:
         units = list(itertools.chain(*parts))
         self._starts = np.cumsum([0, *map(len, units[:-1])])
         self._questions = np.concatenate(units).astype(int)  # unit by unit
-        self.of_question = len(units) / len(self._questions)
+        self.question_scale = len(units) / len(self._questions)
         ends = np.cumsum([0, *map(len, parts)])
         self.bounds = [0, *(int(ends[stage[-1] + 1]) for stage in STAGES)]
         self._prompts = [
@@ -192,7 +200,7 @@ class StagedScorer:
         return max(scorer.individuals_at_once for scorer in self._scorers)
 
     def prompts_of(self, stages: int) -> Int[np.ndarray, "n"]:
-        """The prompts that the first `stages` of a race ask."""
+        """The indices of the prompts of the first `stages` stages of a race."""
         return np.sort(np.concatenate([self._prompts[part] for stage in STAGES[:stages] for part in stage]))
 
     def __call__(
@@ -205,27 +213,27 @@ class StagedScorer:
         gains: Float[np.ndarray, "P ..."] | None = None,
         gains_granularity: Granularity = "layer",
     ) -> Scores:
-        """As `Scorer`'s; of the prompts of some stages alone, where they are named, and 0 for the others."""
+        """As `Scorer.__call__`, but only for the prompts of `stages`; the scores of others are 0."""
         shape = len(factors), self.num_prompts
         scores = Scores(np.zeros(shape, bool), np.zeros(shape, np.float32))
         more: dict[str, Any] = {} if gains is None else {"gains": gains, "gains_granularity": gains_granularity}
         for part in itertools.chain(*(STAGES[stage] for stage in stages)):
             new = self._scorers[part](factors, granularity, on_prompts, **more)
-            for of_all, of_part in zip(scores, new, strict=True):
-                of_all[:, self._prompts[part]] = of_part
+            for column, new_column in zip(scores, new, strict=True):
+                column[:, self._prompts[part]] = new_column
         return scores
 
     def by_unit(self, by_question: Float[np.ndarray, "P Q"]) -> Float[np.ndarray, "P U"]:
-        """Sums over units, times `of_question`: their mean is the mean over questions. float32's numbers."""
+        """Sums over units, scaled so that their mean is the mean over questions, and rounded to float32."""
         sums = np.add.reduceat(by_question[:, self._questions], self._starts, axis=1)
-        return (sums * self.of_question).astype(np.float32).astype(np.float64)
+        return (sums * self.question_scale).astype(np.float32).astype(np.float64)
 
 
 @dataclass(frozen=True)
 class RaceResult:
-    """What a race leaves of an individual: its scores, and the prompts (by their numbers) that they are of; None: of all.
+    """The result of one individual's race: its scores, and the indices of their prompts (None: all prompts).
 
-    `estimate`: its fitness, where it was dropped and its scores are finite.
+    `estimate` is its fitness if it was dropped and its scores are finite.
     """
 
     correct: Bool[np.ndarray, "n"]
@@ -236,33 +244,33 @@ class RaceResult:
 
 @dataclass(frozen=True)
 class Race:
-    """Races of a search's generations: scores in stages, compared by what they add to the fitness."""
+    """Races the generations of a search: scores in stages, compared by their contributions to the fitness."""
 
     scorer: StagedScorer
     objective: Objective
 
     def values(self, correct: Bool[np.ndarray, "P N"], log_likelihood: Float[np.ndarray, "P N"]) -> Float[np.ndarray, "P U"]:
-        """What is compared: values of the units, whose mean is the fitness; NaN where a score is not finite."""
+        """The values of the units, whose mean is the fitness; NaN if a score is not finite."""
         return self.scorer.by_unit(self.objective.by_question(correct, log_likelihood))
 
     def bar(self, rivals: Sequence[str], keep: int) -> Bar:
-        """The bar of rivals, by their values as the history has them. Raises ValueError for values of another race."""
+        """The bar for rivals, given by their values in the history. Raises ValueError for values of another race."""
         return Bar(np.array([from_text(text) for text in rivals]).reshape(len(rivals), self.scorer.bounds[-1]), keep)
 
     def run(self, score: Callable[[int, Int[np.ndarray, "n"]], Scores], individuals: int, bar: Bar) -> list[RaceResult]:
-        """Race so many individuals; `score(stage, chosen)` gives the scores of some on a stage's prompts, 0 for the others."""
+        """Race individuals. `score(stage, chosen)` gives the scores of the chosen on a stage's prompts, and 0 for others."""
         scorer = self.scorer
         shape = individuals, scorer.num_prompts
         correct, log_likelihood = np.zeros(shape, bool), np.zeros(shape, np.float32)
 
-        def values_of(stage: int, chosen: Int[np.ndarray, "n"]) -> Float[np.ndarray, "n u"]:
+        def unit_values(stage: int, chosen: Int[np.ndarray, "n"]) -> Float[np.ndarray, "n u"]:
             new = score(stage, chosen)
             correct[chosen] |= new.correct
             log_likelihood[chosen] += new.log_likelihood
             return self.values(*new)[:, scorer.bounds[stage] : scorer.bounds[stage + 1]]
 
-        least = scorer.of_question * self.objective.most_of_a_verdict
-        values, scored = race(values_of, individuals, scorer.bounds, bar, least)
+        least = scorer.question_scale * self.objective.most_of_a_verdict
+        values, scored = race(unit_values, individuals, scorer.bounds, bar, least)
         estimated = estimates(values, scored, bar)
         results = []
         for individual in range(individuals):

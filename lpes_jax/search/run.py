@@ -69,27 +69,31 @@ def run_search(settings: SearchSettings, loaded: Loaded | None = None, measured:
         tasks = [ChatTask(task, chat.render) for task in tasks]
         mixture = mixture and mixture.with_tasks(lambda task: ChatTask(task, chat.render))
     identity = loaded.identity | {"chat": chat and chat.record}
-    of_mixture = mixture.record() if mixture else {}
-    config = as_record(settings) | {"model_identity": identity} | ({"mixture": of_mixture} if mixture else {})
+    mixture_record = mixture.record() if mixture else {}
+    config = as_record(settings) | {"model_identity": identity} | ({"mixture": mixture_record} if mixture else {})
     if start is not None:
-        where = f"--initial-factors {settings.start.initial_factors}"
-        config["factors_model"] = check_loaded(start, loaded, where, settings.start.other_model)
+        start_flag = f"--initial-factors {settings.start.initial_factors}"
+        config["factors_model"] = check_loaded(start, loaded, start_flag, settings.start.other_model)
     shown: list[Grid | str] = []
 
     def finish(result: SearchResult, folder: RunFolder) -> SearchResult:
-        records = [results_record(it.task, it.outcomes, it.places, config, started) for it in result.reports]
+        records = [results_record(report.task, report.outcomes, report.slots, config, started) for report in result.reports]
         evaluation = records[0] if len(records) == 1 and mixture is None else _together(titles, records)
         if mixture is not None:
-            evaluation["data_sha256"] = {title: it["data_sha256"] for title, it in of_mixture.items() if "data" in it}
-            evaluation["prompts_sha256"] = {title: it["prompts_sha256"] for title, it in zip(titles, records, strict=True)}
+            evaluation["data_sha256"] = {
+                title: record["data_sha256"] for title, record in mixture_record.items() if "data" in record
+            }
+            evaluation["prompts_sha256"] = {
+                title: record["prompts_sha256"] for title, record in zip(titles, records, strict=True)
+            }
         evaluation |= {"selection": result.selection}
         result = replace(result, factors=replace(result.factors, evaluation=evaluation["methods"]))
         result.factors.save(folder.path / "factors.json")
         outcomes = [outcome for report in result.reports for outcome in report.outcomes]
-        of_outcomes = [report.title for report in result.reports for _ in report.outcomes] if mixture else []
-        write_samples(folder.path / "samples.jsonl", outcomes, of_outcomes)
+        outcome_titles = [report.title for report in result.reports for _ in report.outcomes] if mixture else []
+        write_samples(folder.path / "samples.jsonl", outcomes, outcome_titles)
         name = loaded.identity["name"]
-        text, pictures, parts = _report(result, settings, folder.path, titles, name, [it["methods"] for it in records])
+        text, pictures, parts = _report(result, settings, folder.path, titles, name, [record["methods"] for record in records])
         history = [json.loads(line) for line in folder.history_path.read_text(encoding="utf-8").splitlines()]
         named = titles if mixture else []
         pictures["All individuals"] = search_history(folder.path / "history", history, f"{name}: {settings.algorithm}", named)[
@@ -115,9 +119,11 @@ def run_search(settings: SearchSettings, loaded: Loaded | None = None, measured:
 def _together(titles: Sequence[str], records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Merge the records of several lengths; entries by task become entries by title."""
     merged = dict(records[-1])
-    merged["results"] = {title: next(iter(it["results"].values())) for title, it in zip(titles, records, strict=True)}
-    merged["methods"] = {title: it["methods"] for title, it in zip(titles, records, strict=True)}
-    merged["n-samples"] = {title: next(iter(it["n-samples"].values())) for title, it in zip(titles, records, strict=True)}
+    merged["results"] = {title: next(iter(record["results"].values())) for title, record in zip(titles, records, strict=True)}
+    merged["methods"] = {title: record["methods"] for title, record in zip(titles, records, strict=True)}
+    merged["n-samples"] = {
+        title: next(iter(record["n-samples"].values())) for title, record in zip(titles, records, strict=True)
+    }
     return merged
 
 
@@ -134,9 +140,9 @@ def _report(
     shown: list[Grid | str] = []
     tables: list[str] = []
     pictures: dict[str, Path] = {}
-    for number, (what, report, methods) in enumerate(zip(titles, result.reports, figures, strict=True), 1):
-        positions = [position for _, position in report.places]
-        title = f"{model}, {what}, {len(report.outcomes[0].main)} held-out questions"
+    for number, (title, report, methods) in enumerate(zip(titles, result.reports, figures, strict=True), 1):
+        positions = [position for _, position in report.slots]
+        heading = f"{model}, {title}, {len(report.outcomes[0].main)} held-out questions"
         drawn = [outcome for outcome in report.outcomes if outcome.candidate.name != PLAIN]
         curves = {
             _LABELS.get(outcome.candidate.name, outcome.candidate.name): (
@@ -145,15 +151,15 @@ def _report(
             )
             for outcome in drawn
         }
-        name = "positions" if len(titles) == 1 else f"positions_{file_stem(what)}"
-        name = f"positions_{number}_{file_stem(what)[:60]}" if report.title else name  # titles may be long and similar
-        pictures[f"Accuracy by position: {what}"] = u_curve(folder / name, positions, curves, title)[1]
-        tables += [f"{what}\n"] if len(titles) > 1 or report.title else []
+        name = "positions" if len(titles) == 1 else f"positions_{file_stem(title)}"
+        name = f"positions_{number}_{file_stem(title)[:60]}" if report.title else name  # titles may be long and similar
+        pictures[f"Accuracy by position: {title}"] = u_curve(folder / name, positions, curves, heading)[1]
+        tables += [f"{title}\n"] if len(titles) > 1 or report.title else []
         for metric in report.outcomes[0].scores if report.title else [None]:
             table_rows = rows(report.outcomes, metric)
             tables += [f"{metric}\n"] if report.title else []
             tables.append(f"{markdown(table_rows, positions)}\n")
-            shown.append(position_table(table_rows, positions, f"{title}{f': {metric}' if report.title else ''}"))
+            shown.append(position_table(table_rows, positions, f"{heading}{f': {metric}' if report.title else ''}"))
         tables.append(f"{differences(methods)}\n")
     if "tasks" in result.selection:
         searched = by_task(result.selection["tasks"])
@@ -166,7 +172,7 @@ def _report(
     shown.append(
         f"{search['individuals']} individuals, {search['evaluations']} scored by the model, "
         f"{search['prompts_scored']:,} prompts scored, {search['seconds']:.0f} s. "
-        f"'{PLAIN}' has no forced opener behind the prompt; p is against '{BASELINE}', over questions."
+        f"'{PLAIN}' has no forced opener after the prompt; p is against '{BASELINE}', over questions."
     )
     shown += [_winners_curse(result.selection), f"run folder: {folder}"]
     return text, pictures | drawn_numbers, shown
@@ -177,28 +183,28 @@ def _numbers_by_layer(result: SearchResult, settings: SearchSettings, folder: Pa
     found, pictures = result.factors, {}
     learnt = ("factors", "gains") if settings.space.learn == "both" else (settings.space.learn,)
     columns = {"factors": (found.factors, found.granularity), "gains": (found.gains, found.gains_granularity)}
-    for at, what in enumerate(learnt):
-        values, granularity = columns[what]
+    for index, name in enumerate(learnt):
+        values, granularity = columns[name]
         assert values is not None and granularity is not None  # learnt numbers exist
         points, outline = None, None
         if result.control_points is not None and settings.space.curve in ("bezier", "linear", "step"):
-            points = result.control_points[:, [0, 1 + at]]
+            points = result.control_points[:, [0, 1 + index]]
             if settings.space.curve == "bezier":
                 outline = np.array(bezier_outline(jnp.asarray(points, jnp.float32)))
-            if what == "factors" and settings.space.parameter == "multiplier":
+            if name == "factors" and settings.space.parameter == "multiplier":
                 with np.errstate(divide="ignore"):
                     for drawn in (points, outline):
                         if drawn is not None:
                             drawn[:, 1] = 1 / drawn[:, 1]
-        _, pictures[f"{what.capitalize()} by layer"] = factors_by_layer(
-            folder / what,
+        _, pictures[f"{name.capitalize()} by layer"] = factors_by_layer(
+            folder / name,
             values,
             points,
             outline,
-            f"{model}: {what.removesuffix('s')} by layer",
+            f"{model}: {name.removesuffix('s')} by layer",
             granularity,
             layers=tuple(found.curve["layers"]) if found.curve else None,
-            what="gain" if what == "gains" else "factor",
+            what="gain" if name == "gains" else "factor",
         )
     return pictures
 

@@ -1,4 +1,4 @@
-"""What scores the individuals of a search, made from its settings: the prompts, and a scorer of them."""
+"""The prompts and the scorer of a search, made from its settings."""
 
 import itertools
 from collections import Counter
@@ -34,17 +34,16 @@ def search_prompts(
     slots: Sequence[tuple[int, int]],
     counts: Counter[str],
 ) -> list[Prompt]:
-    """The prompts that a task's search examples are scored on, question by question, each at all (slot, position) pairs.
+    """The prompts of a task's search examples, question by question, each at all (slot, position) pairs.
 
-    `counts` gets those of `count_leaky`.
-    Raises UserError where the task cannot be scored in the way that is asked for.
+    Adds the counts of `count_leaky` to `counts`. Raises UserError if the settings' fitness or algorithm cannot score the task.
     """
-    by_text = settings.objective.fitness == "metric" and task.decided_by == "generation"
+    generates = settings.objective.fitness == "metric" and task.decided_by == "generation"
     prompts = [task.prompt(example, *slot) for example in examples for slot in slots]
     prompts, leaky = count_leaky(prompts, settings.questions.drop_leaky)
     counts.update(leaky)
-    prompts = fit(settings, config, task, tokenizer, prompts, by_text)
-    if not by_text and not task_prompts.short_answers(prompts):
+    prompts = fit(settings, config, task, tokenizer, prompts, generates)
+    if not generates and not task_prompts.short_answers(prompts):
         wanted = "--algorithm gradient" if settings.algorithm == "gradient" else f"--fitness {settings.objective.fitness}"
         raise UserError(f"{wanted}: --task {task.name} has no short answers to expect; use --fitness metric")
     return prompts
@@ -53,7 +52,7 @@ def search_prompts(
 def fit(
     settings: SearchSettings, config: LlamaConfig, task: Task, tokenizer: Any, prompts: Sequence[Prompt], generates: bool
 ) -> list[Prompt]:
-    """The prompts as they fit the window. Raises UserError for those that do not, by `--overlength`."""
+    """The prompts, cut or skipped to fit the window. Raises UserError for one that is too long, or if all are skipped."""
     fitted = task_prompts.fit(
         prompts,
         tokenizer,
@@ -63,7 +62,7 @@ def fit(
         overlength=settings.questions.overlength,
     )
     if prompts and not fitted.prompts:
-        raise UserError("--overlength skip leaves out all questions; use fewer items a prompt")
+        raise UserError("--overlength skip leaves out all questions; use fewer items per prompt")
     return fitted.prompts
 
 
@@ -79,7 +78,7 @@ def make_scorer(
     prompts: Sequence[Sequence[Prompt]],
     stop_ids: Sequence[int],
 ) -> PopulationScorer:
-    """What scores the search prompts of all tasks: by generated text tasks of one kind alone."""
+    """The scorer of the search prompts of all tasks. Generated text is scored only if all tasks are of one kind."""
     everything, task = list(itertools.chain(*prompts)), tasks[0]
     if settings.objective.fitness == "metric" and task.decided_by != "options":
         return _generated_scorer(settings, model, tokenizer, task, everything, stop_ids)
@@ -95,13 +94,13 @@ def make_scorer(
 def make_staged_scorer(
     settings: SearchSettings, model: Llama, tokenizer: Any, tasks: Sequence[Task], prompts: Sequence[Sequence[Prompt]]
 ) -> StagedScorer:
-    """What scores the search prompts of tasks of one kind in the stages of a race. Raises UserError for too few to race on."""
+    """The scorer for the stages of a race, of tasks of one kind. Raises UserError for too few questions to race on."""
     everything, task = list(itertools.chain(*prompts)), tasks[0]
     model = put_model(model, mesh_of(model) or make_mesh())  # once, for all parts
     per_question = len(settings.objective.search_positions) if task.num_items > 1 else 1
     units, questions = [], 0
-    for of_task in prompts:
-        first = task_prompts.token_ids(tokenizer, [prompt.text for prompt in of_task[::per_question]])
+    for own_prompts in prompts:
+        first = task_prompts.token_ids(tokenizer, [prompt.text for prompt in own_prompts[::per_question]])
         units.append([[questions + question for question in unit] for unit in racing.units_of(first)])
         questions += len(first)
 
@@ -114,7 +113,7 @@ def make_staged_scorer(
 def _likelihood_scorer(
     settings: SearchSettings, model: Llama, tokenizer: Any, decided_by: str, prompts: Sequence[Prompt]
 ) -> LikelihoodScorer:
-    """By the answers' likelihood, or by that of options."""
+    """A scorer by the likelihood of answers, or of options."""
     devices, individuals = settings.devices, settings.objective.uniform_candidates
     if settings.algorithm != "gradient":
         ga = settings.ga
@@ -133,7 +132,7 @@ def _likelihood_scorer(
 def _generated_scorer(
     settings: SearchSettings, model: Llama, tokenizer: Any, task: Task, prompts: Sequence[Prompt], stop_ids: Sequence[int]
 ) -> GeneratedScorer:
-    """By the task's first metric, of generated text."""
+    """A scorer by the task's first metric, of generated text."""
 
     def score(output: str, prompt: Prompt) -> float:
         return task.score(task_prompts.before_stop(output, task.stop), prompt)[task.metrics[0]]
@@ -150,7 +149,7 @@ def _generated_scorer(
 
 
 class JoinedScorer:
-    """Several scorers one behind the other, each of the prompts of some tasks: a mixture with options and without."""
+    """Several scorers in turn, each for the prompts of some tasks: for a mixture of tasks with options and without."""
 
     has_likelihood = True
 
@@ -170,6 +169,6 @@ class JoinedScorer:
         on_prompts: Callable[[int], None] = lambda count: None,
         **gains: Any,
     ) -> Scores:
-        """As `Scorer`'s."""
+        """As `Scorer.__call__`."""
         parts = [scorer(factors, granularity, on_prompts, **gains) for scorer in self._scorers]
         return Scores(*(np.concatenate(columns, axis=1) for columns in zip(*parts, strict=True)))

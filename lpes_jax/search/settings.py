@@ -61,9 +61,9 @@ def search_space(settings: SearchSettings, config: LlamaConfig, layers: range) -
         units += (bands,)
     count = {"free": len(layers), "shared": half}.get(s.curve, 4 if s.control_points is None else s.control_points)
     if s.curve in ("free", "shared"):
-        what = f"per layer, {count}" if s.curve == "free" else f"per dimension, {count}"
+        count_text = f"per layer, {count}" if s.curve == "free" else f"per dimension, {count}"
         if s.control_points not in (None, count):
-            raise UserError(f"--curve {s.curve} has one control point {what}; remove --control-points")
+            raise UserError(f"--curve {s.curve} has one control point {count_text}; remove --control-points")
     elif len(layers) < 2:
         raise UserError(f"--curve {s.curve} needs two scaled layers or more, and there is only one; use --curve free")
     elif not 2 <= count <= len(layers):
@@ -95,9 +95,9 @@ def search_space(settings: SearchSettings, config: LlamaConfig, layers: range) -
 def lattice_of(settings: SearchSettings, space: Space) -> Lattice:
     """The lattice of the paper's genetic algorithm. Raises UserError if it cannot search the space."""
     if space.y.ndim > 1:
-        what = "gain" if space.learn == "gains" else "factor"
+        noun = "gain" if space.learn == "gains" else "factor"
         raise UserError(
-            f"--algorithm ga searches one {what} per layer, not --granularity {space.granularity}; "
+            f"--algorithm ga searches one {noun} per layer, not --granularity {space.granularity}; "
             "use --algorithm gradient or one of evosax's (cma_es, ...)"
         )
     start, points = settings.start.initial_factors, None

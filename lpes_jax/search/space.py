@@ -161,10 +161,10 @@ class Space:
         kind = curve.get("type"), curve.get("learn", "factors"), curve.get("parameter", "factor") == "multiplier"
         wanted = self.curve, self.learn, self.parameter == "multiplier"
         if kind != wanted or points.shape != (len(self.x), 1 + len(self.learnt)) or self.y.ndim > 1:
-            others = "" if wanted[1:] == ("factors", False) == kind[1:] else f" for --learn {self.learn}"
-            flags = "--curve and --control-points" if not others else "--curve, --control-points, --learn and --parameter"
+            mode = "" if wanted[1:] == ("factors", False) == kind[1:] else f" for --learn {self.learn}"
+            flags = "--curve and --control-points" if not mode else "--curve, --control-points, --learn and --parameter"
             raise UserError(
-                f"{where}: does not contain {len(self.x)} control points of a {self.curve} curve{others}; give {flags} as in "
+                f"{where}: does not contain {len(self.x)} control points of a {self.curve} curve{mode}; give {flags} as in "
                 "that search, or --curve free"
             )
         numbers = self.numbers(points)
@@ -207,13 +207,13 @@ class Space:
         inside = (values >= low - _ROUNDING * low) & (values <= high + _ROUNDING * high)  # false for NaN
         if not inside.all():
             index = np.argwhere(~inside)[0]
-            value, what = float(values[tuple(index)]), {"free": "layer", "shared": "dimension"}.get(self.curve, "control point")
+            value, unit = float(values[tuple(index)]), {"free": "layer", "shared": "dimension"}.get(self.curve, "control point")
             number = self.layers[index[0]] if self.curve == "free" else index[0]
             if not np.isfinite(value):
-                raise UserError(f"{where}: {what} {number} has the {noun} {value}, which is not finite")
+                raise UserError(f"{where}: {unit} {number} has the {noun} {value}, which is not finite")
             side, flag, bound = ("below", "min", low) if value < low else ("above", "max", high)
             raise UserError(
-                f"{where}: {what} {number} has the {noun} {value:g}, {side} --{flag}-{noun} {bound:g}; widen --{flag}-{noun}"
+                f"{where}: {unit} {number} has the {noun} {value:g}, {side} --{flag}-{noun} {bound:g}; widen --{flag}-{noun}"
             )
         return np.clip(values, low, high)
 

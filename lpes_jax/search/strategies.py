@@ -19,7 +19,7 @@ evosax has no bounds and minimises. It is driven as follows:
 - Population-based algorithms (differential evolution, particle swarm, genetic algorithms, diffusion): generation 0 is `start`
   and P - 1 uniform points. A point outside is moved to the box's nearest point, and that one is told; a particle loses the
   velocity with which it hit the wall.
-- Distribution-based algorithms (all others): the mean begins at `start`. Generation 0 is `start` alone, and they are not told
+- Distribution-based algorithms (all others): the mean begins at `start`. Generation 0 is only `start`, and they are not told
   of it: several take each told point for one that they sampled. Later generations have P. A point outside is scored
   at the box's nearest point but told as it was sampled (told clipped points, CMA-ES's step size diverges), with a penalty of
   the squared distance in box widths, times the range of all fitness so far.
@@ -125,7 +125,7 @@ def run_strategy(strategy: Strategy, score: Score, seed: int, generations: int) 
     """Run generation 0 and then `generations` more, or until `score` raises BudgetSpent.
 
     `score(generation, genes)` returns the fitness of genes [P, N] (float64, inside the box), which is maximised. Generation 0
-    of a distribution-based algorithm is the start alone (P = 1). Raises UserError if an algorithm produces points
+    of a distribution-based algorithm is only the start (P = 1). Raises UserError if an algorithm produces points
     that are not finite.
     """
     search = _sample if strategy.name == RANDOM else _evolve

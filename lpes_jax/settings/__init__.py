@@ -1,6 +1,6 @@
 """Every flag of every verb, defined once: its name, type, default and help.
 
-    settings = SearchSettings.of(num_pairs=4, parents=3)    # flags by their names, wherever in the tree they stand
+    settings = SearchSettings.of(num_pairs=4, parents=3)    # flags by their names, whichever group they are in
     settings = settings.replace(limit=20)
     settings.ga.parents                                     # 3; `settings.ga` is what the genetic algorithm is given
 

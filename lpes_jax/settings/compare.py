@@ -26,7 +26,7 @@ class MethodsSettings(Settings):
     repeats: int = rare(20)
     """Rounds of the timing."""
     channel_strings: int = rare(200)
-    """hidden_channel: random strings to look for positional channels on.
+    """hidden_channel: random strings for finding positional channels.
     Of at most 1,000 tokens."""
 
 

@@ -17,10 +17,10 @@ from lpes_jax.settings.tree import Settings, rare, when
 
 @dataclass(frozen=True)
 class MeasuredFactorsSettings(FactorsSettings):
-    """The factors, measured beside the model as it is."""
+    """The factors, measured beside the unchanged model."""
 
     only_factors: bool = False
-    """Leave out the model as it is and the plain prompts."""
+    """Leave out the unchanged model and the plain prompts."""
 
 
 @dataclass(frozen=True)

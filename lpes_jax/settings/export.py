@@ -14,8 +14,8 @@ class FilesSettings(Settings):
 
     to: Literal["hf", "hf-hook", "gguf"] = "hf"
     """hf, hf-hook or gguf.
-    hf: a folder that holds its factors. hf-hook: the model as it is, and a torch module that puts them in. gguf: a copy of a
-    .gguf file that holds them."""
+    hf: a folder that contains the factors. hf-hook: the unchanged model, and a torch module that applies them. gguf: a copy of
+    a .gguf file that contains them."""
     copy: bool = False
     """Copy the weights instead of linking to them."""
     no_self_test: bool = False

@@ -1,4 +1,4 @@
-"""The groups of flags that several verbs share, and what contradicts itself within one.
+"""The groups of flags that several verbs share, and checks for contradictions within a group.
 
 A verb that has more flags of a group extends it, in the verb's own file.
 """
@@ -90,8 +90,8 @@ class TaskSettings(Settings):
     alpha: float | None = when(None, task="fwe")
     """How fast frequencies fall with the rank (default 2)."""
     placing: Placing | None = when(None, task=("vt", "cwe", "fwe"))
-    """Where the facts stand: spread (RULER's), or together at the position.
-    spread has no positions; together: the chain, or the words asked for, stand at the position."""
+    """Where the facts are: spread (RULER's), or together at the position.
+    spread has no positions; together: the chain, or the words asked for, are at the position."""
     short_lists: bool = when(False, task="cwe")
     """Take RULER's numbers for prompts below 4,096 tokens."""
     labels: Literal["numbers", "names"] | None = when(None, task="many_shot")
@@ -114,7 +114,7 @@ class TaskSettings(Settings):
 
     @property
     def is_mixture(self) -> bool:
-        """Are several tasks asked for together?"""
+        """Whether several tasks are searched on together."""
         return self.mixture is not None or (isinstance(self.task, tuple) and len(self.task) > 1)
 
 
@@ -124,7 +124,7 @@ class QuestionSettings(Settings):
 
     limit: int = 500
     """Questions, each asked at every position.
-    search: searched on, of each task and length; compare: tuned on."""
+    search: to search on, per task and length; compare: to tune on."""
     positions: tuple[int, ...] = (0, 25, 50, 75, 100)
     """Positions of the fact when measured, in percent."""
     metrics: tuple[str, ...] = ()
@@ -139,7 +139,7 @@ class QuestionSettings(Settings):
     skip: they are left out at every position, and counted."""
     drop_leaky: bool = rare(False)
     """Leave out questions that give their answer away.
-    They are counted: the gold answer is empty to the metric, or is found beside the fact as well."""
+    Their gold answer is empty to the metric, or is also found outside the fact. They are counted."""
 
 
 @dataclass(frozen=True)
@@ -147,8 +147,8 @@ class HeldOutQuestionSettings(QuestionSettings):
     """The questions, and how answers are measured."""
 
     test_limit: int = 500
-    """Held-out questions, which the result is measured on.
-    Of each task and length."""
+    """Held-out questions, on which the result is measured.
+    Per task and length."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class RunSettings(ModelSettings):
 
     output_path: Path = Path("runs/run")
     """Folder of the results.
-    Without this flag, where the default is taken: the same with -2, -3, ..."""
+    Without this flag, if the default folder exists: the same with -2, -3, ..."""
     overwrite: bool = False
     """Replace the finished run of this kind in --output-path."""
 
@@ -210,7 +210,7 @@ class ResumableRunSettings(SeededRunSettings):
 
     resume: bool = False
     """Continue the interrupted run in --output-path.
-    All other flags as they were."""
+    All other flags must be as before."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ class OtherModelSettings(Settings):
 
     other_model: bool = rare(False)
     """Accept factors that were found for another model.
-    Of other sizes, RoPE or tokenizer, as far as their shape fits."""
+    A model of other sizes, RoPE or tokenizer, if the shapes fit."""
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ class TextFileSettings(Settings):
     """Plain text."""
 
     text: Path | None = None
-    """Plain text (default, where text is needed: the model writes it).
+    """Plain text (default, if text is needed: the model writes it).
     search: it must not become less likely; compare: moice's router is trained on it, best instructions with answers."""
 
 
@@ -257,7 +257,7 @@ class MeshSettings(DeviceSettings):
     """Devices that share one copy of the model, for large models.
     The other devices have copies of their own."""
     deterministic: bool = rare(False)
-    """On a GPU: kernels that give the same bits in every run alone.
+    """On a GPU: only kernels that give the same bits in every run.
     Some of these are slower."""
 
 
@@ -275,9 +275,9 @@ class HostSettings(Settings):
     process_id: int | None = rare(None)
     """Which of them this is, from 0; process 0 writes the files and prints."""
     distributed: bool = rare(False)
-    """In place of these three: what JAX finds in a cluster's environment (SLURM, Open MPI, ...)."""
+    """Instead of these three: the values in a cluster's environment (SLURM, Open MPI, ...)."""
     start_timeout: int = rare(300)
-    """Seconds to wait at the start until all are there."""
+    """Seconds to wait at the start until all have connected."""
 
 
 def check_hosts(flags: HostSettings) -> bool:

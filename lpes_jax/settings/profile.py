@@ -39,7 +39,7 @@ class JudgementSettings(Settings):
     """Share of the ceiling that counts as reliable (RULER's number).
     The accuracy at the worst position, as a share of the accuracy with only the fact."""
     confidence: float = 0.95
-    """Probability with which all bounds hold together."""
+    """Probability that all bounds are right together."""
 
 
 @dataclass(frozen=True)

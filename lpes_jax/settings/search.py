@@ -95,11 +95,11 @@ class ObjectiveSettings(Settings):
     tie_break: bool = rare(True)
     """Break ties of accuracy by the answers' likelihood."""
     search_positions: tuple[int, ...] = (0, 50, 100)
-    """Positions that the search asks at, in percent.
+    """Positions of the fact in the search, in percent.
     Each search question is asked at all of them."""
     weights: tuple[float, ...] = (0.2, 0.3, 0.5)
     """Weights of these positions; they sum to 1.
-    In the fitness."""
+    In the fitness or the loss."""
     uniform_candidates: int = rare(16)
     """Values tried for one uniform factor, which LPES has to beat.
     The control: within the bounds, and within 0.5 to 2."""
@@ -129,8 +129,8 @@ class SpaceSettings(Settings):
     multiplier is 1 / factor, so that --min-factor, --max-factor and --initial-factor are multipliers, and 0 stops a frequency;
     log: factors and gains whose logarithms Adam moves (--algorithm gradient)."""
     layers: str = ":"
-    """Layers that are scaled, as a slice: 2: leaves two alone.
-    The authors' released code leaves the first two as they are."""
+    """Layers that are scaled, as a slice; 2: skips the first two.
+    The authors' released code does not scale the first two."""
     min_factor: float = when(0.5, learn=("factors", "both"))
     """Lowest factor."""
     max_factor: float = when(2.0, learn=("factors", "both"))
@@ -151,7 +151,7 @@ class SpaceSettings(Settings):
 
 @dataclass(frozen=True)
 class StartSettings(OtherModelSettings):
-    """The start, where it is what another search found."""
+    """The start, if it is the result of another search."""
 
     initial_factors: Path | None = rare(None)
     """factors.json of another search to start from.
@@ -186,10 +186,10 @@ class GeneticSettings(Settings):
     """Generations after the first (T)."""
     max_evaluations: int | None = when(None, algorithm=(RANDOM, *EVOSAX))
     """End after this many individuals were scored by the model.
-    Whatever --generations says. Default of all but ga: what the GA with these settings makes."""
+    Regardless of --generations. Default for all but ga: as many as the GA with these settings makes."""
     race: bool = rare(False)
-    """Drop individuals that cannot catch up on a part of the questions.
-    Of the search questions (racing.py); each individual counts as one evaluation."""
+    """Drop hopeless individuals after a part of the search questions.
+    See racing.py. Each individual counts as one evaluation."""
 
 
 @dataclass(frozen=True)
@@ -206,14 +206,14 @@ class GradientSettings(Settings):
     schedule: Literal["cosine", "constant"] = "cosine"
     """cosine (the learning rate falls to 0) or constant."""
     weights_in: Literal["loss", "sampling"] = rare("loss")
-    """loss or sampling: where --weights count.
+    """loss or sampling: how --weights are applied.
     They multiply the positions' losses, or set how often prompts of a position are drawn."""
     minibatch_size: int = 24
     """Prompts per step.
-    Of each task and length; about this many where prompts share a prefix."""
+    Per task and length; about this many if prompts share a prefix."""
     validation_share: float = 0.25
-    """Share of the search questions that chooses the best step.
-    It is held back."""
+    """Held-back share of the search questions, which chooses the step.
+    No step learns from it."""
     look_every: int = 10
     """Steps between two measurements on the held-back questions."""
     patience: int = 0
@@ -222,13 +222,13 @@ class GradientSettings(Settings):
     """Move the control points' x as well."""
     box: Literal["clip", "sigmoid"] = rare("clip")
     """How factors stay within the bounds: clip or sigmoid.
-    clip: after each step; sigmoid: of what Adam moves."""
+    clip: after each step; sigmoid: of the parameters that Adam updates."""
     stay_close: float = rare(0.0)
     """Weight of the mean squared distance of factors and gains from 1."""
     prune: float = rare(0.0)
     """Share of --learning-rate that draws numbers to 1 in each step.
     Limits how many differ from 1 (--curve free or shared). In the first half of the steps each is drawn to 1 by this share per
-    step; what is within one such rate of 1 then stays 1, and the rest is fitted on."""
+    step. Numbers then within one learning rate of 1 stay 1; the others are trained further."""
 
 
 @dataclass(frozen=True)
@@ -237,16 +237,16 @@ class TextSettings(TextFileSettings):
 
     text_weight: float = 0.0
     """Weight of the text's loss beside the answers'.
-    Nats per token, and nats per answer."""
+    Text in nats per token, answers in nats per answer."""
     text_objective: Literal["nll", "kl"] = "nll"
-    """The text's loss: nll, or kl: divergence from the model as it is.
+    """The text's loss: nll, or kl: divergence from the unchanged model.
     nll: -log p of its tokens; kl: the KL divergence."""
     text_minibatch: int = rare(4)
     """Windows of text per step."""
     text_window: int | tuple[int, ...] = DEFAULT_WINDOW
     """Tokens of a window of text; or several lengths.
-    Up to the model's window; several (512 2048 8192): windows of all these lengths, whose losses count alike, and which share
-    the tokens that --text-minibatch windows of the longest have."""
+    Up to the model's window. With several (512 2048 8192) the losses of all lengths have equal weights, and a step has as many
+    tokens as --text-minibatch windows of the longest."""
     max_text_loss_rise: float | None = None
     """Maximum rise of held-back text loss above the start's.
     In nats per token; with several --text-window, in any quarter of the longest."""
@@ -322,8 +322,8 @@ def preset_values(name: str, algorithm: str, *, mixture: bool = False) -> dict[s
     if name not in PRESETS:
         raise UserError(f"--preset {name!r} is not known; the presets are: {', '.join(PRESETS)}")
     values = PRESETS[name] | (APPENDIX_C if (name, algorithm) == ("paper", "gradient") else {})
-    of_task = TaskSettings().flat()
-    return {key: value for key, value in values.items() if not (mixture and key in of_task)}
+    task_flags = TaskSettings().flat()
+    return {key: value for key, value in values.items() if not (mixture and key in task_flags)}
 
 
 def as_record(settings: SearchSettings) -> dict[str, Any]:

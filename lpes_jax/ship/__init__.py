@@ -1,1 +1,1 @@
-"""What `lpes_jax.export` writes, one module a form: each fills a folder that appears whole or not at all."""
+"""The formats of `lpes_jax.export`, one module each, which fills a folder. The folder appears whole or not at all."""

@@ -1,9 +1,9 @@
-"""Does transformers (4.57 or 5) answer with this folder as lpes_jax does, factors and all? Needs torch and transformers alone.
+"""Checks that transformers (4.57 or 5) runs this folder as lpes_jax does, with its factors. Needs only torch and transformers.
 
     python self_test.py
 
-compares log-probabilities with self_test.json, in float32, along prompts up to the longest that the factors were searched on,
-and greedy ids with a KV cache and left padding. Exit code 0 where they agree, else 1.
+compares log-probabilities with self_test.json, in float32, along prompts up to the longest of the search, and greedy ids with a
+KV cache and left padding. The exit code is 0 if they agree, else 1.
 """
 
 # pyright: reportMissingImports=false
@@ -24,31 +24,31 @@ def run(folder: Path) -> bool:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     own_code: Any = {"trust_remote_code": True} if "auto_map" in config else {}
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **own_code).eval()
-    model.generation_config = GenerationConfig()  # greedy, and no end of text
+    model.generation_config = GenerationConfig()  # greedy, without an end of text
     off, plain = [], []
     with torch.no_grad():
         for prompt in prompts:
             read = torch.tensor([point["tokens"] - 1 for point in prompt["points"]])
             logits = model(torch.tensor([prompt["ids"]]), logits_to_keep=read, use_cache=False).logits[0]
-            best, wanted, without = (
+            best, wanted, wanted_plain = (
                 torch.tensor([point[key] for point in prompt["points"]]) for key in ("ids", "log_probs", "plain_log_probs")
             )
             found = logits.log_softmax(-1).gather(-1, best)
             off.append((found - wanted).abs().flatten())
-            plain.append((found - without).abs().flatten())
-        beside = prompts[-2]["ids"]
-        width = max(len(greedy["ids"]), len(beside))
-        rows = [[0] * (width - len(ids)) + ids for ids in (greedy["ids"], beside)]
-        mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in (greedy["ids"], beside)]
+            plain.append((found - wanted_plain).abs().flatten())
+        second = prompts[-2]["ids"]
+        width = max(len(greedy["ids"]), len(second))
+        rows = [[0] * (width - len(ids)) + ids for ids in (greedy["ids"], second)]
+        mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in (greedy["ids"], second)]
         settings = {"max_new_tokens": len(greedy["new_ids"]), "do_sample": False, "pad_token_id": 0}
         new = model.generate(torch.tensor(rows), attention_mask=torch.tensor(mask), **settings)[0, width:].tolist()
-    readers = (AutoTokenizer, PreTrainedTokenizerFast)  # the first may put a pipeline of its own in place of tokenizer.json's
+    readers = (AutoTokenizer, PreTrainedTokenizerFast)  # the first may replace tokenizer.json's pipeline by its own
     text, ids = prompts[0]["text"], prompts[0]["ids"]
     same = []
     for reader in readers:
-        of_text = reader.from_pretrained(folder, **own_code)(text)["input_ids"]
-        shared = min(len(of_text), len(ids))
-        same += [reader.__name__] if shared and of_text[:shared] == ids[:shared] else []
+        text_ids = reader.from_pretrained(folder, **own_code)(text)["input_ids"]
+        shared = min(len(text_ids), len(ids))
+        same += [reader.__name__] if shared and text_ids[:shared] == ids[:shared] else []
     off, plain = torch.cat(off), torch.cat(plain)
     lengths = [len(prompt["ids"]) for prompt in prompts]
     agrees = bool(off.max() <= tolerance)

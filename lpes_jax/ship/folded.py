@@ -1,7 +1,7 @@
-"""Gains in the weights of safetensors files: what queries are linear in is multiplied, and nothing else changes by a byte.
+"""Gains in the weights of safetensors files: the tensors in which queries are linear are multiplied; all other bytes stay.
 
-A file with such tensors is copied, and these are overwritten in the copy: precision, order, names, shards and metadata are the
-source's. Links to the source are never written through.
+A file with such tensors is copied, and the tensors are overwritten in the copy. Precision, order, names, shards and metadata
+stay. The source is never written, not even through links.
 """
 
 import json
@@ -25,9 +25,9 @@ _DTYPES = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"
 
 @dataclass(frozen=True)
 class Folded:
-    """What was changed: tensors by dtype, and how far their rows are from row x gain by the rounding of the dtype.
+    """The changes: the number of tensors by dtype, and the rounding error of their rows against row x gain.
 
-    The distance of a row is relative, by the norms of both.
+    The error of a row is relative: the norm of the difference over the norm of row x gain.
     """
 
     tensors: dict[str, int]
@@ -35,7 +35,7 @@ class Folded:
     most: float
 
     def line(self) -> str:
-        """For people."""
+        """The changes in words."""
         kinds = ", ".join(f"{count} of type {kind}" for kind, count in self.tensors.items())
         return (
             f"gains: in {sum(self.tensors.values())} tensors ({kinds}); rounding moves a row by {self.mean:.2g} of its norm on "
@@ -44,9 +44,9 @@ class Folded:
 
 
 def fold_files(folder: Path, config: LlamaConfig, factors: LayerFactors, where: str = "factors") -> Folded:
-    """Put the gains into the safetensors files of a folder that holds the model of `config`, as copies where they are links.
+    """Fold the gains into the safetensors files of a folder with the model of `config`. Links are replaced by copies.
 
-    Raises UserError for gains that do not fit the model, and for those that the dtype of a tensor cannot hold.
+    Raises UserError for gains that do not fit the model, or that overflow the dtype of a tensor.
     """
     changes: dict[str, tuple[slice, Float[np.ndarray, "rows"]]] = {}
     for leaf, gains in gains_of_tensors(factors, config, where).items():
@@ -58,14 +58,14 @@ def fold_files(folder: Path, config: LlamaConfig, factors: LayerFactors, where: 
     distances = []
     for path in sorted(folder.glob("*.safetensors")):
         begin, header = _header(path)
-        if not (here := sorted(header.keys() & changes.keys())):
+        if not (names := sorted(header.keys() & changes.keys())):
             continue
         if path.is_symlink():
             source = path.resolve()
             path.unlink()
             shutil.copyfile(source, path)
         with open(path, "r+b") as file:
-            for name in here:
+            for name in names:
                 entry, (rows, gains) = header[name], changes[name]
                 dtype, first = _DTYPES[entry["dtype"]], begin + entry["data_offsets"][0]
                 file.seek(first)
@@ -85,7 +85,7 @@ def fold_files(folder: Path, config: LlamaConfig, factors: LayerFactors, where: 
 def _multiplied(
     values: Float[np.ndarray, "rows *width"], gains: Float[np.ndarray, "rows"], where: str
 ) -> tuple[Float[np.ndarray, "rows *width"], Float[np.ndarray, "rows"]]:
-    """Rows x gains in float32 (float64 where the rows are), rounded to their dtype; and the relative distance of each row."""
+    """Rows x gains in float32 (float64 for float64 rows), rounded to the rows' dtype; and the relative error of each row."""
     wide = values.astype(np.promote_types(values.dtype, np.float32))
     with np.errstate(over="ignore"):
         product = wide * gains.reshape(-1, *[1] * (wide.ndim - 1)).astype(wide.dtype)
@@ -101,7 +101,7 @@ def _multiplied(
 
 
 def _header(path: Path) -> tuple[int, dict]:
-    """Where the data of a safetensors file begin, and its entries by name."""
+    """The offset of the data of a safetensors file, and its entries by name."""
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))

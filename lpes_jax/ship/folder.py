@@ -1,4 +1,4 @@
-"""What all folders for transformers have in common: weights, the files beside them, and spellings for versions 4 and 5."""
+"""The common part of all folders for transformers: weights, other files of the model, and keys for versions 4 and 5."""
 
 import json
 import shutil
@@ -11,23 +11,25 @@ from lpes_jax.models.llama.tokenizer import stop_ids
 from lpes_jax.store.files import write_json
 
 _TOKENIZER = "tokenizer.json"
-# Left out where tokenizer.json is: what they say is in it and in tokenizer_config.json, and readers that find them go by them.
+# Left out beside tokenizer.json: it and tokenizer_config.json have the same entries, but readers would prefer these files.
 _OLDER_TOKENIZER_FILES = ("special_tokens_map.json", "added_tokens.json", "tekken.json")
-_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".md")  # of a model's files beside its weights
-_OF_AN_EXPORT = ("exported.json", "factors.json", "self_test.json")  # of one that is exported once more
+_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".md")  # of a model's other files
+_OF_AN_EXPORT = ("exported.json", "factors.json", "self_test.json")  # of an exported model that is exported again
 
 
 def base_folder(checkpoint: Checkpoint, tokenizer: Any, folder: Path, copy: bool) -> dict[str, Any]:
-    """Fill an empty folder with the model as it is; returns what config.json, which lies there, is to say besides.
+    """Fill an empty folder with the unchanged model. Returns further entries for its config.json.
 
-    The weights of a Hugging Face folder are links, or copies where `copy`; those of a .gguf file become float32 safetensors.
+    The weights of a Hugging Face folder are links, or with `copy` copies; those of a .gguf file become float32 safetensors.
     """
     source, more = checkpoint.path, {"tie_word_embeddings": is_tied(checkpoint)}
     if source.is_dir():
         _take_files(checkpoint, folder, copy)
     else:
         save_llama(load_llama(checkpoint, "float32"), folder)
-        shutil.copymode(folder / "config.json", folder / "model.safetensors")  # safetensors': for its owner alone
+        shutil.copymode(
+            folder / "config.json", folder / "model.safetensors"
+        )  # safetensors makes it readable only for its owner
         more |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": stop_ids(source, tokenizer)}
     if not source.is_dir() or (source / _TOKENIZER).exists():
         tokenizer.save_pretrained(folder)
@@ -36,7 +38,7 @@ def base_folder(checkpoint: Checkpoint, tokenizer: Any, folder: Path, copy: bool
 
 
 def write_config(folder: Path, more: dict[str, Any]) -> None:
-    """Write the config that lies there with `more`, and with its RoPE in the spelling of transformers 4 too."""
+    """Write the folder's config.json with `more`, and with its RoPE also in the keys of transformers 4."""
     config = read_json(folder / "config.json", dict)
     if (rope := config.get("rope_parameters")) and not config.get("rope_scaling"):
         # Version 4 ignores rope_parameters, and would take a theta of 10,000.
@@ -49,7 +51,7 @@ def write_config(folder: Path, more: dict[str, Any]) -> None:
 
 
 def _take_files(checkpoint: Checkpoint, folder: Path, copy: bool) -> None:
-    """The weights of a Hugging Face folder as links or copies, and copies of what stands beside them."""
+    """The weights of a Hugging Face folder as links or copies, and copies of its other files."""
     left = _OLDER_TOKENIZER_FILES if (checkpoint.path / _TOKENIZER).exists() else ()
     for file in sorted(checkpoint.path.iterdir()):
         named = file.suffix in _SUFFIXES or file.name.startswith(("LICENSE", "NOTICE"))
@@ -63,14 +65,14 @@ def _take_files(checkpoint: Checkpoint, folder: Path, copy: bool) -> None:
 
 
 def _let_transformers_4_read_the_tokenizer(folder: Path) -> None:
-    """tokenizer_config.json as transformers 4 and 5 read it: the folder's tokenizer.json is what runs in both.
+    """Rewrite tokenizer_config.json so that transformers 4 and 5 both run the folder's tokenizer.json.
 
-    The class that 5 writes has another name in 4, and there by default hands the model token types. 4 takes a list of special
-    tokens for `extra_special_tokens` as an error, and changes the `add_prefix_space` of a pre-tokenizer to what it finds here.
+    The class that 5 writes has another name in 4, where its default is to pass token types to the model. 4 refuses a list as
+    `extra_special_tokens`, and overwrites the `add_prefix_space` of a pre-tokenizer by the entry here.
     """
     path = folder / "tokenizer_config.json"
     config = read_json(path, dict) if path.exists() else {}
-    for key in ("is_local", "local_files_only"):  # of how it was read here
+    for key in ("is_local", "local_files_only"):  # how it was read here
         config.pop(key, None)
     if isinstance(tokens := config.get("extra_special_tokens"), list):
         config["extra_special_tokens"] = {}  # a dict of tokens by their names, as 4 writes it

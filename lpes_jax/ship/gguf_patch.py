@@ -1,21 +1,21 @@
-"""`--to gguf`: a copy of a .gguf file with the factors in it, for llama.cpp and all that is built on it.
+"""`--to gguf`: a copy of a .gguf file that contains the factors, for llama.cpp and programs built on it.
 
     rounding = patch_gguf(Path("model.gguf"), Path("model-lpes.gguf"), factors)
 
-Gains go into the query weights, and nothing is quantised anew. A block of a quantised tensor holds float16 scales that all of
-its weights are multiplied by, and a block lies within one row: multiplying the scales of a row by its gain multiplies the row,
-but for the rounding of the scales. Query rows, their bias, or the weights of the queries' norm (qwen3) are all that changes.
+Gains go into the query weights, without quantising again. A block of a quantised tensor has float16 scales that multiply all of
+its weights, and a block is within one row. So multiplying the scales of a row by its gain multiplies the row, except for the
+rounding of the scales. Only query rows, their bias, or the weights of the queries' norm (qwen3) change.
 
-Factors, which change RoPE's frequencies, go into a file where llama.cpp has a place for them, and it has one for all layers:
+Factors change RoPE's frequencies. They go into the entries that llama.cpp has for this, which apply to all layers alike:
 
-    llama           rope_freqs.weight: one divisor a frequency
+    llama           rope_freqs.weight: one divisor per frequency
     phi3            rope_factors_long.weight and rope_factors_short.weight, the same
-    qwen2, qwen3    rope.scaling.factor: one divisor for all frequencies, where the file has no scaling of its own
+    qwen2, qwen3    rope.scaling.factor: one divisor for all frequencies, if the file has no scaling of its own
 
-Divisors that are there (Llama 3.1, Phi-3 with a long window) are multiplied.
+Divisors that the file has (Llama 3.1, Phi-3 with a long window) are multiplied.
 
-Header and data are copied as bytes: keys and tensors are added behind those that are there, and the tensors move as a whole.
-The copy is made by this module and not by the `gguf` package's writer, which would write every key anew from its Python value.
+Header and data are copied as bytes. New keys and tensors are appended to the existing ones, and the tensors move as a whole.
+This module makes the copy itself: the writer of the `gguf` package would write every key again from its Python value.
 
 Letters: L layers, H heads, D head dim, E embedding.
 """
@@ -47,8 +47,8 @@ from lpes_jax.models.llama.gguf_model import permute
 from lpes_jax.rope import expand
 from lpes_jax.ship.self_test import write_self_test
 
-# Where the float16 scales of a block begin, in bytes (llama.cpp's ggml-common.h). Not here: IQ1_M (a scale in four pieces),
-# MXFP4 and NVFP4 (scales of 8 bits), and what is never in a file.
+# Offsets of the float16 scales of a block, in bytes (llama.cpp's ggml-common.h). Not here: IQ1_M (a scale in four pieces),
+# MXFP4 and NVFP4 (scales of 8 bits), and types that are never in a file.
 SCALES: dict[str, tuple[int, ...]] = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,),
     "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
@@ -56,14 +56,14 @@ SCALES: dict[str, tuple[int, ...]] = {
     "IQ4_XS": (0,), "TQ1_0": (52,), "TQ2_0": (64,),
 }  # fmt: skip
 PLAIN = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16)}
-# Tensors that llama.cpp divides RoPE's frequencies by, by architecture. (It takes the long ones for a context beyond the
+# Tensors by which llama.cpp divides RoPE's frequencies, per architecture. (It uses the long ones for a context beyond the
 # trained window.)
 _DIVISORS = {"llama": ("rope_freqs.weight",), "phi3": ("rope_factors_long.weight", "rope_factors_short.weight")}
 _FACTOR = "rope.scaling.factor"
-_TENSORS = {  # what queries are linear in, as `gains_of_tensors` calls it
+_TENSORS = {  # the tensors in which queries are linear, by their names in `gains_of_tensors`
     "query": "attn_q.weight", "query_bias": "attn_q.bias", "query_norm": "attn_q_norm.weight", "fused": "attn_qkv.weight",
 }  # fmt: skip
-_STANDS_STILL = 1e14  # a divisor after which no position of any model turns by an angle that float32 tells from 0
+_STANDS_STILL = 1e14  # divided by this, the angle at any position of any model is 0 in float32
 _CHUNK_BYTES, _COPIED_BYTES = 2**20, 2**24
 _STRING, _FLOAT32 = 8, 6  # value types of GGUF
 
@@ -78,9 +78,9 @@ def write_gguf_folder(
     copy: bool = False,
     self_test: bool = True,
 ) -> list[str]:
-    """Fill an empty folder with NAME-lpes.gguf, the patched file, and self_test.json, what a server must answer with it.
+    """Fill an empty folder with NAME-lpes.gguf, the patched file, and self_test.json, the expected answers of a server.
 
-    Returns lines to print, with {out} for the folder's path in the end.
+    Returns lines to print, with {out} for the folder's final path.
     """
     if not isinstance(checkpoint, GgufCheckpoint):
         raise UserError(
@@ -90,19 +90,19 @@ def write_gguf_folder(
     name = f"{checkpoint.path.stem}-lpes.gguf"
     rounding = patch_gguf(checkpoint.path, folder / name, factors, "--factors")
     factors.save(folder / "factors.json")
-    lines = [*rounding.lines(), f"try it where llama.cpp is: llama-cli -m {{out}}/{name}"]
+    lines = [*rounding.lines(), f"to try it with llama.cpp: llama-cli -m {{out}}/{name}"]
     if self_test:
-        written, original = (load_llama(one, "float32") for one in (GgufCheckpoint(folder / name), checkpoint))
+        written, original = (load_llama(source, "float32") for source in (GgufCheckpoint(folder / name), checkpoint))
         lines += write_self_test(folder, written, None, original, factors, tokenizer)
     return lines
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """What a patched file holds: its changed tensors by type, and how far their rows are from row x gain.
+    """The changes of a patched file: the number of tensors by type, and the rounding error of their rows against row x gain.
 
-    The distance of a row is relative, by the norms of both; `scales_subnormal` is the share of the float16 scales that are
-    below float16's normal numbers after it, where fewer digits are left.
+    The error of a row is relative: the norm of the difference over the norm of row x gain. `scales_subnormal` is the share of
+    the new float16 scales that are subnormal numbers, which have fewer digits.
     """
 
     types: dict[str, int]
@@ -112,7 +112,7 @@ class Rounding:
     rates: str | None
 
     def lines(self) -> list[str]:
-        """For people."""
+        """The changes in words."""
         tensors = ", ".join(f"{count} of type {kind}" for kind, count in self.types.items())
         lines = []
         if tensors:
@@ -130,12 +130,15 @@ class Rounding:
 
 
 def patch_gguf(source: Path, target: Path, factors: LayerFactors, where: str = "factors") -> Rounding:
-    """Write `target`, a new file: the one at `source` with these factors in it, and marked so (`lpes_jax.mark`).
+    """Write `target`, a copy of the file `source` that contains these factors and their mark (`lpes_jax.mark`).
 
-    Everything but query weights, query bias (or norm) and RoPE's divisors is the same byte for byte. Raises UserError, before
-    anything is written, for a model that lpes_jax does not run or that holds factors already, for factors that do not fit it or
-    have no place in the file, and for types whose scales cannot take a gain; and where a scale would overflow, which leaves no
-    file. FileExistsError where `target` is there, or a link.
+    All bytes but those of query weights, query bias (or norm) and RoPE's divisors are copied.
+
+    Raises:
+        UserError: lpes_jax does not run the model; it already contains factors; the factors do not fit it, or the file has no
+            entry for them; or the type of a tensor has no scales for a gain. Raised before anything is written. Also raised if
+            a scale overflows; `target` is removed then.
+        FileExistsError: `target` exists, or is a link.
     """
     checkpoint = GgufCheckpoint(source)
     gguf, config = checkpoint.gguf, checkpoint.config
@@ -145,12 +148,12 @@ def patch_gguf(source: Path, target: Path, factors: LayerFactors, where: str = "
     divisors: dict[str, Float[np.ndarray, "half"]] = {}
     keys: dict[str, str | float] = {}
     rates = None
-    if (of_frequency := _shared_rates(factors, config, where)) is not None:
+    if (shared := _shared_rates(factors, config, where)) is not None:
         if gguf.metadata["general.architecture"] in _DIVISORS:
-            divisors = _divisors(gguf, config, of_frequency)
+            divisors = _divisors(gguf, config, shared)
             rates = " and ".join(divisors)
         else:
-            keys = _linear_scaling(gguf, config, of_frequency, where)
+            keys = _linear_scaling(gguf, config, shared, where)
             rates = _FACTOR
     changes = list(_changes(gguf, config, gains))
     keys[GGUF_KEY] = Mark(factors.sha256, gains="query weights" if changes else None, rates=rates).gguf
@@ -180,7 +183,7 @@ def patch_gguf(source: Path, target: Path, factors: LayerFactors, where: str = "
 
 
 def _shared_rates(factors: LayerFactors, config: LlamaConfig, where: str) -> Float[np.ndarray, "half"] | None:
-    """The factor of each frequency, one for all layers; None where all are 1."""
+    """The factor of each frequency, one for all layers; None if all are 1."""
     values = jnp.asarray(factors.factors, jnp.float32)
     rates = np.asarray(expand(values, config.rotary_dim // 2, factors.granularity)).reshape(-1, config.rotary_dim // 2)
     if (rates == 1).all():
@@ -188,13 +191,13 @@ def _shared_rates(factors: LayerFactors, config: LlamaConfig, where: str) -> Flo
     if (rates != rates[0]).any():
         raise UserError(
             f"{where}: its factors differ by layer or KV group, and a .gguf file has one RoPE for all; give --to hf, which "
-            "writes code that has them, --to hf-hook, or gains alone (search --learn gains)"
+            "writes code that has them, --to hf-hook, or only gains (search --learn gains)"
         )
     return rates[0]
 
 
 def _divisors(gguf: GgufFile, config: LlamaConfig, rates: Float[np.ndarray, "half"]) -> dict[str, Float[np.ndarray, "half"]]:
-    """The tensors that llama.cpp divides the frequencies by, with the rates in them."""
+    """The tensors by which llama.cpp divides the frequencies, times the rates."""
     names = _DIVISORS[gguf.metadata["general.architecture"]]
     own = [name for name in names if name in gguf.tensors]
     if not own and config.rope.rope_type != "default":
@@ -217,7 +220,7 @@ def _linear_scaling(
     if (rates != rates[0]).any():
         raise UserError(
             f"{where}: its factors differ by frequency, and llama.cpp reads no divisors of frequencies for models of type "
-            f"{architecture}; give --to hf, --to hf-hook, or gains alone (search --learn gains)"
+            f"{architecture}; give --to hf, --to hf-hook, or only gains (search --learn gains)"
         )
     scaling = f"{architecture}.rope.scal"  # rope.scaling.*, and rope.scale_linear, its older name
     own = [key for key in gguf.metadata if key.startswith(scaling)]
@@ -232,14 +235,14 @@ def _linear_scaling(
 def _changes(
     gguf: GgufFile, config: LlamaConfig, gains: Mapping[str, Float[np.ndarray, "L rows"]]
 ) -> Iterator[tuple[TensorInfo, Float[np.ndarray, "rows"]]]:
-    """The tensors that gains go into, with the gain of each of their first rows; rows behind these are no queries."""
-    for leaf, of_layers in gains.items():
+    """The tensors to multiply, and the gain of each of their first rows. The rows after these are not queries."""
+    for leaf, layer_gains in gains.items():
         name = _TENSORS["fused" if config.fused else leaf]
         if gguf.metadata["general.architecture"] == "llama":
-            of_layers = permute(of_layers.T, config.num_heads).T
-        for layer, of_rows in enumerate(of_layers):
+            layer_gains = permute(layer_gains.T, config.num_heads).T
+        for layer, row_gains in enumerate(layer_gains):
             tensor = gguf.tensors[f"blk.{layer}.{name}"]
-            if (of_rows == 1).all():
+            if (row_gains == 1).all():
                 continue
             kind = tensor.type.name
             if kind not in PLAIN and (kind not in SCALES or len(tensor.shape) == 1):
@@ -247,7 +250,7 @@ def _changes(
                     f"{gguf.path}: tensor {tensor.name} is of type {kind}, whose scales cannot take a gain; give a file with "
                     "queries of type Q4_K, Q5_K, Q6_K, Q8_0, F16 or another with scales of 16 bits, or --to hf"
                 )
-            yield tensor, of_rows
+            yield tensor, row_gains
 
 
 def _copy(
@@ -257,18 +260,18 @@ def _copy(
     keys: Mapping[str, str | float],
     divisors: Mapping[str, Float[np.ndarray, "half"]],
 ) -> int:
-    """Copy the file with more keys, and with the divisors that it lacks; by how many bytes the tensors moved.
+    """Copy the file with more keys, and with the divisors that it lacks. Returns by how many bytes the tensors moved.
 
-    Divisors stand behind all other tensors, whose places among the data stay as they are.
+    New divisors come after all other tensors, whose offsets within the data stay.
     """
     layout = gguf.layout
     added = b"".join(_text(key) + _value(value) for key, value in keys.items())
     size = old.seek(0, os.SEEK_END) - layout.data
     new_tensors = {name: values for name, values in divisors.items() if name not in gguf.tensors}
-    lines, behind = b"", bytes(align(size, layout.alignment) - size)
+    lines, tail = b"", bytes(align(size, layout.alignment) - size)
     for name, values in new_tensors.items():
-        lines += _text(name) + struct.pack("<IQIQ", 1, len(values), GGMLQuantizationType.F32, size + len(behind))
-        behind += values.tobytes() + bytes(align(values.nbytes, layout.alignment) - values.nbytes)
+        lines += _text(name) + struct.pack("<IQIQ", 1, len(values), GGMLQuantizationType.F32, size + len(tail))
+        tail += values.tobytes() + bytes(align(values.nbytes, layout.alignment) - values.nbytes)
     old.seek(0)
     new.write(old.read(8))  # magic number and version
     num_tensors, num_keys = struct.unpack("<QQ", old.read(16))
@@ -280,7 +283,7 @@ def _copy(
     old.seek(layout.data)
     shutil.copyfileobj(old, new, _COPIED_BYTES)
     if new_tensors:
-        new.write(behind)
+        new.write(tail)
     return begin - layout.data
 
 
@@ -295,38 +298,38 @@ def _value(value: str | float) -> bytes:
 def _multiply(
     gguf: GgufFile, tensor: TensorInfo, gains: Float[np.ndarray, "rows"], old: BinaryIO, new: BinaryIO, offset: int
 ) -> tuple[Float[np.ndarray, "rows"], int, int]:
-    """Write a tensor's first rows times their gains. The rounding of each, and the scales, and how many are subnormal."""
+    """Write a tensor's first rows times their gains. Returns the error of each row, and the numbers of (subnormal) scales."""
     kind, row_bytes = tensor.type.name, tensor.nbytes // tensor.shape[0]
     step = max(1, _CHUNK_BYTES // row_bytes)
     rounding, scales, subnormal = [], 0, 0
     old.seek(tensor.offset)
     new.seek(offset)
     for first in range(0, len(gains), step):
-        of_rows = gains[first : first + step]
-        rows = np.frombuffer(old.read(row_bytes * len(of_rows)), np.uint8).reshape(len(of_rows), row_bytes)
+        row_gains = gains[first : first + step]
+        rows = np.frombuffer(old.read(row_bytes * len(row_gains)), np.uint8).reshape(len(row_gains), row_bytes)
         changed = rows.copy()
         for numbers in _numbers(changed, kind):
             before = numbers.astype(np.float32)
             with np.errstate(over="ignore", invalid="ignore"):
-                after = (before * of_rows[:, None]).astype(numbers.dtype)
+                after = (before * row_gains[:, None]).astype(numbers.dtype)
             if (np.isfinite(before) & ~np.isfinite(after.astype(np.float32))).any():
                 raise UserError(
-                    f"{gguf.path}: a gain of {of_rows.max():g} makes tensor {tensor.name} overflow {numbers.dtype.name}; give "
-                    "--to hf-hook, or search gains with a lower --max-gain"
+                    f"{gguf.path}: a gain of {row_gains.max():g} makes tensor {tensor.name} overflow {numbers.dtype.name}; "
+                    "give --to hf-hook, or search gains with a lower --max-gain"
                 )
             numbers[...] = after
             if kind in SCALES:
                 scales += after.size
                 subnormal += int(((after != 0) & (np.abs(after) < np.finfo(np.float16).smallest_normal)).sum())
         new.write(changed.tobytes())
-        wanted = dequantize(rows, tensor.type).astype(np.float64) * of_rows[:, None]
+        wanted = dequantize(rows, tensor.type).astype(np.float64) * row_gains[:, None]
         length = np.linalg.norm(wanted, axis=1)
         rounding.append(np.linalg.norm(dequantize(changed, tensor.type) - wanted, axis=1) / np.where(length, length, 1))
     return np.concatenate(rounding), scales, subnormal
 
 
 def _numbers(rows: UInt8[np.ndarray, "rows bytes"], kind: str) -> list[Shaped[np.ndarray, "rows blocks"]]:
-    """Views of what multiplies the weights of each block: its scales, or the weights themselves where they are plain."""
+    """Views of the numbers to multiply: the scales of each block, or the weights themselves of a plain tensor."""
     if kind in PLAIN:
         return [rows.view(PLAIN[kind])]
     size = next(block_bytes for name, (_, block_bytes) in GGML_QUANT_SIZES.items() if name.name == kind)

@@ -1,8 +1,8 @@
-"""`--to hf`: a folder for transformers, vLLM and SGLang in which the factors are a property of the files.
+"""`--to hf`: a folder for transformers, vLLM and SGLang whose files contain the factors.
 
     gains                          in the query weights (`folded.py`): a model like any other
-    factors that all layers share  a RoPE entry of type longrope, whose divisors they are, where the model's own RoPE allows it
-    other factors                  modeling_lpes.py beside the weights, which is loaded with trust_remote_code=True alone
+    factors that all layers share  the divisors of a RoPE entry of type longrope, if the model's own RoPE allows it
+    other factors                  modeling_lpes.py beside the weights, which is loaded only with trust_remote_code=True
 
 Letters: L layers, G = 1 or K KV groups, R rotated part of a head.
 """
@@ -30,8 +30,8 @@ MODELING = Path(__file__).parent / "modeling_lpes.py"
 _CLASSES = {
     "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3", "phi3": "Phi3",
 }  # fmt: skip
-_LONGROPE_OVER = ("default", "linear", "llama3")  # kinds that multiply cos and sin by nothing, at every length
-_STANDS_STILL = 1e14  # a divisor after which no position of any model turns by an angle that float32 tells from 0
+_LONGROPE_OVER = ("default", "linear", "llama3")  # types that never scale cos and sin, at any length
+_STANDS_STILL = 1e14  # divided by this, the angle at any position of any model is 0 in float32
 
 
 def write_hf_folder(
@@ -44,7 +44,7 @@ def write_hf_folder(
     copy: bool = False,
     self_test: bool = True,
 ) -> list[str]:
-    """Fill an empty folder. Returns lines to print, with {out} for the folder's path in the end.
+    """Fill an empty folder. Returns lines to print, with {out} for the folder's final path.
 
     Raises UserError for gains that cannot go into the weights.
     """
@@ -52,22 +52,22 @@ def write_hf_folder(
     has_gains = factors.gains is not None and not (factors.gains == 1).all()
     has_rates = not (factors.factors == 1).all()
     if has_gains:
-        gains_of_tensors(factors, config)  # refused before anything is written
+        gains_of_tensors(factors, config)  # raises before anything is written
     more = base_folder(checkpoint, tokenizer, folder, copy)
     if has_gains:
         lines.append(fold_files(folder, config, factors).line())
     rates = longrope(config, factors) if has_rates else {}
-    where = "rope_scaling" if rates else None
-    rest = None  # what is neither in the weights nor in RoPE
+    rates_in = "rope_scaling" if rates else None
+    rest = None  # the factors that are neither in the weights nor in RoPE
     if rates is None:
         write_config(folder, more)
         rest = replace(factors, gains=None, gains_granularity=None)
-        rates, where = _remote_code(folder, config, factors), MODELING.name
-        lines.append(f"factors: in {where}, which is loaded with trust_remote_code=True alone")
+        rates, rates_in = _remote_code(folder, config, factors), MODELING.name
+        lines.append(f"factors: in {rates_in}, which is loaded only with trust_remote_code=True")
     elif rates:
         lines.append("factors: the same in all layers, as divisors of a RoPE of type longrope")
-    mark = Mark(factors.sha256, gains="query weights" if has_gains else None, rates=where)
-    # With modeling_lpes.py: read before config.json names that, which lpes_jax does not run.
+    mark = Mark(factors.sha256, gains="query weights" if has_gains else None, rates=rates_in)
+    # lpes_jax does not run modeling_lpes.py, so the model is read before config.json names that file.
     written = load_llama(open_checkpoint(folder), "float32") if self_test and rest is not None else None
     write_config(folder, more | rates | {KEY: mark.record})
     factors.save(folder / "factors.json")
@@ -79,10 +79,10 @@ def write_hf_folder(
 
 
 def longrope(config: LlamaConfig, factors: LayerFactors) -> dict[str, Any] | None:
-    """Keys of config.json that divide RoPE's frequencies by factors that all layers share; None where no such keys do.
+    """Keys of config.json that divide RoPE's frequencies by factors that all layers share; None if that is not possible.
 
-    Both lists are the same and the trained window is the whole one, so that no reader, not even one that does not look at
-    `attention_factor`, multiplies cos and sin by anything.
+    Both lists are equal, and the trained window is the whole window. So no reader scales cos and sin, not even one that ignores
+    `attention_factor`.
     """
     rope, half = config.rope, config.rotary_dim // 2
     rows: Float[np.ndarray, "L G half"] = np.asarray(
@@ -95,18 +95,18 @@ def longrope(config: LlamaConfig, factors: LayerFactors) -> dict[str, Any] | Non
     if rope.rope_type != "default":
         unscaled = rope.rope_theta ** (-np.arange(0, 2 * half, 2) / (2 * half))
         divisors *= unscaled / np.asarray(inverse_frequencies(rope, config.head_dim), np.float64)
-    # As few digits as give the same float32 back.
-    of_all = [float(str(np.float32(divisor))) for divisor in np.minimum(divisors, _STANDS_STILL)]
-    lists, window = {"short_factor": of_all, "long_factor": of_all}, config.max_position_embeddings
+    # The fewest digits that give the same float32.
+    shared = [float(str(np.float32(divisor))) for divisor in np.minimum(divisors, _STANDS_STILL)]
+    lists, window = {"short_factor": shared, "long_factor": shared}, config.max_position_embeddings
     entry = {
         "rope_type": "longrope",
         "factor": 1.0,
         "attention_factor": 1.0,
         "original_max_position_embeddings": window,
     } | lists
-    if config.model_type == "phi3":  # of which transformers 4 takes these three keys alone
+    if config.model_type == "phi3":  # transformers 4 accepts only these three keys
         entry = {"type": "longrope"} | lists
-    head_dim = {} if config.model_type == "phi3" else {"head_dim": config.head_dim}  # transformers 4 takes no null here
+    head_dim = {} if config.model_type == "phi3" else {"head_dim": config.head_dim}  # transformers 4 accepts no null here
     partial = {} if rope.partial_rotary_factor == 1 else {"partial_rotary_factor": rope.partial_rotary_factor}
     return {
         "rope_theta": rope.rope_theta,
@@ -119,7 +119,7 @@ def longrope(config: LlamaConfig, factors: LayerFactors) -> dict[str, Any] | Non
 
 
 def _remote_code(folder: Path, config: LlamaConfig, factors: LayerFactors) -> dict[str, Any]:
-    """Write modeling_lpes.py for the model's family; the keys of config.json that go with it."""
+    """Write modeling_lpes.py for the model's family. Returns the keys of config.json that it needs."""
     kind, family = config.model_type, _CLASSES[config.model_type]
     code = MODELING.read_text(encoding="utf-8").replace("llama", kind).replace("Llama", family)
     (folder / MODELING.name).write_text(code, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""`--to hf-hook`: the model as it is, with its factors beside it and a torch module that puts them into a loaded model."""
+"""`--to hf-hook`: the unchanged model, its factors, and a torch module that applies them to a loaded model."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ from lpes_jax.ship.folder import base_folder, write_config
 from lpes_jax.tasks.prompts import token_ids
 
 _TORCH, _THERE = Path(__file__).parent.parent / "torch.py", "lpes_torch.py"
-_BEST, _NEW = 8, 8  # logits of a position, and new tokens, that the self-test compares
+_BEST, _NEW = 8, 8  # logits per position, and new tokens, that the self-test compares
 _TEXT = """A long prompt is not read evenly. What stands at its begin and at its end is found again, and what stands between
 them is often lost, although every word of it was within the window. Rotary embeddings turn each query and each key by an angle
 that grows with its position; dividing the positions of one layer by a factor lets that layer look further, or closer, than it
@@ -36,13 +36,13 @@ def write_hook_folder(
     copy: bool = False,
     self_test: bool = True,
 ) -> list[str]:
-    """Fill an empty folder. Returns lines to print, with {out} for the folder's path in the end.
+    """Fill an empty folder. Returns lines to print, with {out} for the folder's final path.
 
-    `found_for` is what `check_model` says of the factors.
+    `found_for` is the result of `check_model` for the factors.
     """
     more = base_folder(checkpoint, tokenizer, folder, copy)
     models = {"model": facts(checkpoint.config), "rope": checkpoint.config.rope.to_hf(), "found_for": found_for}
-    # The factors stand there with what they say of models: the one that is exported, and the one that they were found for.
+    # With the factors, config.json names two models: the exported one, and the one that they were found for.
     write_config(folder, more | {"lpes_factors": {"format": FORMAT, **factors.numbers, **models}})
     factors.save(folder / "factors.json")
     shutil.copyfile(_TORCH, folder / _THERE)
@@ -50,11 +50,11 @@ def write_hook_folder(
         return []
     recorded = _recorded(load_llama(checkpoint, "float32"), tokenizer, factors)
     (folder / "self_test.json").write_text(json.dumps(recorded) + "\n", encoding="utf-8")
-    return [f"try it where torch and transformers are: python {{out}}/{_THERE}"]
+    return [f"to try it with torch and transformers: python {{out}}/{_THERE}"]
 
 
 def _recorded(model: Llama, tokenizer: Any, factors: LayerFactors) -> dict[str, Any]:
-    """A prompt within the trained window, the best logits at each of its positions, and its greedy continuation."""
+    """A prompt within the trained window, the best logits at each position, and the greedy continuation."""
     config = model.config
     window = min(config.rope.original_max_position_embeddings or config.max_position_embeddings, config.max_position_embeddings)
     ids = token_ids(tokenizer, [_TEXT])[0][: max(1, window - _NEW)]

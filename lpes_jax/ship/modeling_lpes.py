@@ -1,10 +1,10 @@
-"""A model of transformers whose layers rotate by position / factor (LPES), each layer, KV group and frequency by its own.
+"""A model of transformers whose layers rotate by position / factor (LPES), with factors per layer, KV group and frequency.
 
     AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
 
-transformers 4.57 and 5 load this file from the folder where it stands, and so do vLLM and SGLang through their Transformers
-backends. config.json names the factors under `lpes_rates`, and the model's own RoPE under `lpes_rope`: where transformers looks
-for that stands a type that it does not have, so that nothing loads the weights as the model that they were made from.
+transformers 4.57 and 5 load this file from its folder, and so do vLLM and SGLang through their Transformers backends.
+config.json has the factors under `lpes_rates`, and the model's own RoPE under `lpes_rope`. Its usual RoPE entries name a type
+that transformers does not have, so that nothing loads the weights as the model without factors.
 
 Letters: L layers, K key-value heads, H heads, G = 1 or K, R rotated part of a head, B batch, T tokens, D head dim.
 """
@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM as FamilyF
 from transformers.models.llama.modeling_llama import LlamaModel as FamilyModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding as FamilyRotaryEmbedding
 
-LOCKED = {"rope_type": "lpes"}  # no RoPE of transformers: what loads config.json without this file ends there
+LOCKED = {"rope_type": "lpes"}  # not a RoPE type of transformers: loading config.json without this file fails
 _RANK = {"layer": 1, "layer_band": 2, "layer_group": 2, "layer_group_band": 3}
 
 
@@ -38,7 +38,7 @@ class LpesConfig(FamilyConfig):
 
 
 def multipliers(config, half):
-    """1 / factor of each frequency: float32 [L, G, R/2]; null among the factors is infinite, a frequency that stands still."""
+    """1 / factor of each frequency: float32 [L, G, R/2]. A factor of null is infinite: the frequency does not rotate."""
 
     def filled(numbers):
         if isinstance(numbers, list):
@@ -54,7 +54,7 @@ def multipliers(config, half):
 
 
 class LpesRotaryEmbedding(FamilyRotaryEmbedding):
-    """Hands the layers, in place of cos and sin, what theirs are made of: frequencies [L, G, R/2], positions, and a factor."""
+    """Gives the layers the inputs of their cos and sin: frequencies [L, G, R/2], positions, and a scaling factor."""
 
     def __init__(self, config, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
@@ -62,7 +62,7 @@ class LpesRotaryEmbedding(FamilyRotaryEmbedding):
         self.is_checked = False
 
     def fill(self):
-        """No file holds the multipliers, and a model that is built without memory for its tensors is without them."""
+        """Set the multipliers. They are in no weights file, and are lost if a model is built without memory for its tensors."""
         with torch.no_grad():
             self.multipliers.copy_(multipliers(self.config, self.multipliers.shape[-1]))
 
@@ -98,7 +98,7 @@ class LpesDecoderLayer(FamilyDecoderLayer):
 
 
 def take_groups():
-    """Let the family's apply_rotary_pos_emb take cos and sin of [B, K, T, R] as well; of three axes it is what it was."""
+    """Make the family's apply_rotary_pos_emb accept cos and sin of [B, K, T, R]; with three axes it is unchanged."""
     modeling = sys.modules[FamilyModel.__module__]
     plain = modeling.apply_rotary_pos_emb
     if getattr(plain, "takes_groups", False):
@@ -110,7 +110,7 @@ def take_groups():
             return plain(q, k, cos, sin, *args, **kwargs)
         if k.shape[1] != cos.shape[1]:
             raise RuntimeError(f"{k.shape[1]} of {cos.shape[1]} KV heads: factors of KV groups go with no tensor parallelism")
-        # q [B, H, T, D]: the heads of a group stand next to each other. As [B, H/K, K, T, D], they meet cos [B, 1, K, T, R].
+        # q [B, H, T, D]: the heads of a group are adjacent. As [B, H/K, K, T, D], they broadcast with cos [B, 1, K, T, R].
         q, k = plain(q.unflatten(1, (cos.shape[1], -1)).transpose(1, 2), k[:, None], cos, sin)
         return q.transpose(1, 2).flatten(1, 2), k[:, 0]
 
@@ -122,7 +122,7 @@ class _Lpes:
     config_class = LpesConfig
     _no_split_modules = ["LpesDecoderLayer"]
 
-    def _init_weights(self, module):  # which transformers 5 calls for all that no file holds
+    def _init_weights(self, module):  # transformers 5 calls it for all tensors that are in no file
         super()._init_weights(module)
         if isinstance(module, LpesRotaryEmbedding):
             module.fill()

@@ -1,8 +1,8 @@
-"""What a folder or file must answer, as JSON: prompts, and log-probabilities with its factors and without them.
+"""The expected answers of an exported folder or file, as JSON: prompts, and log-probabilities with and without its factors.
 
-Questions about key-value pairs, of several lengths up to the longest that was searched, with the fact at several places; of
-each the log-probabilities of next tokens at points along the prompt and its answer. A server whose own are near `log_probs`
-has the factors; one whose own are near `plain_log_probs` runs the model as it was. One short text would tell neither.
+The prompts are questions about key-value pairs, of several lengths up to the longest of the search, with the fact at several
+positions. Each has the log-probabilities of next tokens at points along the prompt and its answer. A server near `log_probs`
+has the factors; one near `plain_log_probs` runs the model without them. One short text could not tell the two apart.
 
 Letters: T tokens, N points, C candidates at a point, V vocabulary.
 """
@@ -31,48 +31,54 @@ from lpes_jax.tasks.prompts import slot, token_ids
 FORMAT, FILE = "lpes-self-test/1", "self_test.json"
 SCRIPT = Path(__file__).parent / "check_in_transformers.py"
 TOLERANCE = 1e-2  # nats, float32 in another library
-_TELLS = 10  # times the tolerance that the plain model must be off by somewhere, to be told from the one with factors
-_SHARES = ((1.0, 0), (1.0, 75), (0.5, 50), (0.25, 25), (0.125, 100))  # of the longest prompt, and where the fact stands, in %
-_DEFAULT_LONGEST = 1024  # tokens, where the factors do not say how long their prompts were
-_MOST_PAIRS = 2**14  # more are no prompt of any model
+_TELLS = 10  # the model without factors must be off by this many tolerances somewhere, to be told from that with factors
+_SHARES = ((1.0, 0), (1.0, 75), (0.5, 50), (0.25, 25), (0.125, 100))  # share of the longest prompt, position of the fact in %
+_DEFAULT_LONGEST = 1024  # tokens, if the factors do not say how long their prompts were
+_MOST_PAIRS = 2**14  # no model has longer prompts
 _POINTS, _CANDIDATES, _NEW = 6, 5, 8
 _ABOUT = (
-    "log-probabilities (nats) that lpes_jax worked out in float32: at each point, of the token ids `ids` behind the first "
-    "`tokens` of the prompt's ids; log_probs with the factors, plain_log_probs of the model without them. A server in 16 bits "
-    "is off by some hundredths, and one that rounds activations to 8 bits by some tenths; it has the factors if it is nearer "
-    "to log_probs"
+    "log-probabilities (nats) by lpes_jax in float32: at each point, of the token ids `ids` after the first `tokens` of the "
+    "prompt's ids; log_probs with the factors, plain_log_probs without them. A server in 16 bits is off by some hundredths, "
+    "and one that rounds activations to 8 bits by some tenths; it has the factors if it is nearer to log_probs"
 )
 
 
 @dataclass(frozen=True)
 class _Question:
     text: str
-    ids: list[int]  # with the answer behind the text
+    ids: list[int]  # the text and the answer
     position: int
-    points: list[int]  # after so many of the ids
+    points: list[int]  # numbers of ids before each point
 
 
 def write_self_test(
     folder: Path, written: Llama, factors: LayerFactors | None, original: Llama, all_factors: LayerFactors, tokenizer: Any
 ) -> list[str]:
-    """Write self_test.json; lines to print.
+    """Write self_test.json. Returns lines to print.
 
-    `written` is the model as the files have it, float32, and `factors` what is not in its weights and RoPE (None: nothing);
-    `original` is the model without any, and `all_factors` what the two together must be. Raises UserError where
-    log-probabilities are not finite.
+    Args:
+        folder: The exported folder.
+        written: The model of the written files, in float32.
+        factors: The factors that are not in its weights and RoPE; None if there are none.
+        original: The model without factors.
+        all_factors: All factors.
+        tokenizer: The tokenizer.
+
+    Raises:
+        UserError: Log-probabilities are not finite.
     """
     questions = _questions(tokenizer, original.config, longest_searched(all_factors, tokenizer))
-    found = [_log_probs(written, factors, it) for it in questions]
-    plain = [_log_probs(original, None, it) for it in questions]
-    exact = [_log_probs(original, all_factors, it) for it in questions]
+    found = [_log_probs(written, factors, question) for question in questions]
+    plain = [_log_probs(original, None, question) for question in questions]
+    exact = [_log_probs(original, all_factors, question) for question in questions]
     best = [np.argsort(-rows, axis=-1)[:, :_CANDIDATES] for rows in found]
 
-    def of_best(rows: Sequence[Float[np.ndarray, "N V"]]) -> list[Float[np.ndarray, "N C"]]:
-        return [np.take_along_axis(one, ids, axis=-1) for one, ids in zip(rows, best, strict=True)]
+    def at_best(log_probs: Sequence[Float[np.ndarray, "N V"]]) -> list[Float[np.ndarray, "N C"]]:
+        return [np.take_along_axis(rows, ids, axis=-1) for rows, ids in zip(log_probs, best, strict=True)]
 
-    found, plain, exact = of_best(found), of_best(plain), of_best(exact)
-    off = np.concatenate([np.abs(one - other).ravel() for one, other in zip(plain, found, strict=True)])
-    rounding = np.concatenate([np.abs(one - other).ravel() for one, other in zip(exact, found, strict=True)])
+    found, plain, exact = at_best(found), at_best(plain), at_best(exact)
+    off = np.concatenate([np.abs(ours - theirs).ravel() for ours, theirs in zip(plain, found, strict=True)])
+    rounding = np.concatenate([np.abs(ours - theirs).ravel() for ours, theirs in zip(exact, found, strict=True)])
     notices = bool(off.max() >= _TELLS * TOLERANCE)
     short = questions[-1].ids[: max(1, _window(original.config) - _NEW)]
     new = generate_ids(written, [short], factors=factors, max_new_tokens=_NEW)[0]
@@ -85,22 +91,22 @@ def write_self_test(
         "rounding": {"mean": float(rounding.mean()), "most": float(rounding.max())},
         "prompts": [
             {
-                "text": it.text,
-                "fact_at_percent": it.position,
-                "ids": it.ids,
+                "text": question.text,
+                "fact_at_percent": question.position,
+                "ids": question.ids,
                 "points": [
                     {"tokens": tokens, "ids": ids, "log_probs": log_probs, "plain_log_probs": plain_log_probs}
                     for tokens, ids, log_probs, plain_log_probs in zip(
-                        it.points, one.tolist(), two.tolist(), three.tolist(), strict=True
+                        question.points, ids.tolist(), found_rows.tolist(), plain_rows.tolist(), strict=True
                     )
                 ],
             }
-            for it, one, two, three in zip(questions, best, found, plain, strict=True)
+            for question, ids, found_rows, plain_rows in zip(questions, best, found, plain, strict=True)
         ],
         "greedy": {"ids": short, "new_ids": new},
     }
     (folder / FILE).write_text(json.dumps(record) + "\n", encoding="utf-8")
-    lengths = sorted(len(it.ids) for it in questions)
+    lengths = sorted(len(question.ids) for question in questions)
     lines = [
         f"self-test: {len(questions)} prompts of {lengths[0]} to {lengths[-1]} tokens; log-probabilities are off by "
         f"{off.max():.2g} nats at most without the factors ({off.mean():.2g} on average), and by {rounding.max():.2g} "
@@ -115,16 +121,16 @@ def write_self_test(
 
 
 def write_script(folder: Path) -> list[str]:
-    """Put the program beside it that compares transformers with self_test.json; lines to print."""
+    """Write the program that compares transformers with self_test.json into the folder. Returns lines to print."""
     shutil.copyfile(SCRIPT, folder / "self_test.py")
-    return ["try it where torch and transformers are: python {out}/self_test.py"]
+    return ["to try it with torch and transformers: python {out}/self_test.py"]
 
 
 def longest_searched(factors: LayerFactors, tokenizer: Any) -> int:
-    """The tokens of the longest prompt, with its answer, that the factors were searched on.
+    """The tokens of the longest search prompt with its answer.
 
-    A search records them. Of files before that, the largest number of key-value pairs that they name is taken, in a range or a
-    mixture too; where they name none, a default.
+    A search records this number. For older files it is that of the largest number of key-value pairs in their record, also in a
+    range or a mixture; if they have none, a default.
     """
     search = factors.search
     if isinstance(tokens := search.get("longest_tokens"), int) and tokens > 0:
@@ -138,7 +144,7 @@ def longest_searched(factors: LayerFactors, tokenizer: Any) -> int:
 
 
 def _numbers(lengths: Any) -> list[int]:
-    """The whole numbers among lengths as files have them: 20, [5, 10, 20], "5:20"."""
+    """The whole numbers in lengths as files have them: 20, [5, 10, 20], "5:20"."""
     if isinstance(lengths, list):
         return [number for length in lengths for number in _numbers(length)]
     if isinstance(lengths, str):
@@ -148,24 +154,24 @@ def _numbers(lengths: Any) -> list[int]:
 
 def _questions(tokenizer: Any, config: LlamaConfig, longest: int) -> list[_Question]:
     longest = min(longest, config.max_position_embeddings)
-    one, ten = (len(_prompt(tokenizer, pairs, 0)[1]) for pairs in (1, 10))
+    one_pair, ten_pairs = (len(_prompt(tokenizer, pairs, 0)[1]) for pairs in (1, 10))
     questions = []
     for share, position in _SHARES:
         tokens = max(2, int(longest * share))
-        pairs = max(1, 1 + int(9 * (tokens - one) / max(1, ten - one)))
-        text, ids, of_text = _prompt(tokenizer, pairs, position)
+        pairs = max(1, 1 + int(9 * (tokens - one_pair) / max(1, ten_pairs - one_pair)))
+        text, ids, text_tokens = _prompt(tokenizer, pairs, position)
         while len(ids) > tokens and pairs > 1:
             pairs -= 1
-            text, ids, of_text = _prompt(tokenizer, pairs, position)
-        ids = ids[:tokens]  # of a window with no room for one pair
+            text, ids, text_tokens = _prompt(tokenizer, pairs, position)
+        ids = ids[:tokens]  # if the window has no room for one pair
         along = np.linspace(1, len(ids) - 1, _POINTS).astype(int).tolist()
-        answer = range(min(of_text, len(ids) - 1), len(ids))
+        answer = range(min(text_tokens, len(ids) - 1), len(ids))
         questions.append(_Question(text, ids, position, sorted({*along, *answer})))
     return questions
 
 
 def _prompt(tokenizer: Any, pairs: int, position: int) -> tuple[str, list[int], int]:
-    """A prompt's text, its ids with the answer behind it, and how many of them are the text's."""
+    """A prompt's text, the ids of text and answer, and the number of ids of the text."""
     task = KeyValue(pairs)
     prompt = task.prompt(task.examples("test", 1, 0)[0], slot(position, pairs))
     text, whole = token_ids(tokenizer, [prompt.text, prompt.text + prompt.answers[0]])
@@ -173,7 +179,7 @@ def _prompt(tokenizer: Any, pairs: int, position: int) -> tuple[str, list[int], 
 
 
 def _window(config: LlamaConfig) -> int:
-    """Up to here frequencies do not depend on the length of a text, so that texts may grow."""
+    """The length up to which frequencies do not depend on the length of a text, so that a text may grow."""
     return min(config.rope.original_max_position_embeddings or config.max_position_embeddings, config.max_position_embeddings)
 
 

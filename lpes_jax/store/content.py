@@ -1,4 +1,4 @@
-"""What a file or a folder holds, as a hash: what records tell inputs apart by."""
+"""Hashes of the contents of files and folders, by which records identify inputs."""
 
 import hashlib
 from pathlib import Path
@@ -12,10 +12,10 @@ def content_sha256(path: Path, flag: str = "") -> str:
     try:
         for file in sorted(found for found in path.rglob("*") if found.is_file()) if path.is_dir() else [path]:
             with file.open("rb") as contents:
-                inside = hashlib.file_digest(contents, "sha256")
+                file_digest = hashlib.file_digest(contents, "sha256")
             if not path.is_dir():
-                return inside.hexdigest()
-            digest.update(f"{file.relative_to(path).as_posix()} {inside.hexdigest()}\n".encode())
+                return file_digest.hexdigest()
+            digest.update(f"{file.relative_to(path).as_posix()} {file_digest.hexdigest()}\n".encode())
     except OSError as error:
         raise UserError(f"{flag}{path}: cannot be read ({error.strerror})") from error
     return digest.hexdigest()

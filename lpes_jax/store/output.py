@@ -1,6 +1,6 @@
 """The folder of results, `--output-path`: checked before anything is computed, and filled when all results are known.
 
-A folder that holds a run cannot take another. A finished run is replaced only by a run of its kind, and only with --overwrite.
+A folder that contains a run cannot take another. A finished run is replaced only by a run of its kind, with --overwrite.
 `evaluate` and `compare` are of one kind, because they write the same files. A search is recognised by its `history.jsonl`, an
 exported model by `exported.json` or `lpes_torch.py`. Other files in a folder are not touched.
 """
@@ -156,8 +156,8 @@ def _try(folder: Path) -> None:
     """Write to the folder, then restore its state."""
     for path in (folder, *folder.parents):
         if os.path.lexists(path) and not path.is_dir():
-            what = "a file" if path.exists() else "a broken link"
-            raise UserError(f"--output-path {folder}: {path} is {what}, not a folder; give another folder")
+            kind = "a file" if path.exists() else "a broken link"
+            raise UserError(f"--output-path {folder}: {path} is {kind}, not a folder; give another folder")
     with _writing(folder):
         made = _make(folder)
         try:

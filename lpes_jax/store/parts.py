@@ -1,8 +1,8 @@
 """The finished parts of a run, in OUT/unfinished until the results are written.
 
 A run that measures many things in turn (a comparison: methods) stores a record of each finished part, and resumes after the
-last one. `begun.json` holds everything that affects the results; `NAME.KIND.json` is the record of a part. Without `begun.json`
-the records' origin is unknown, and they are not used. The folder is locked while a run uses it.
+last one. `begun.json` contains everything that affects the results; `NAME.KIND.json` is the record of a part. Without
+`begun.json` the records' origin is unknown, and they are not used. The folder is locked while a run uses it.
 """
 
 import contextlib

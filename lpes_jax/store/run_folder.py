@@ -35,7 +35,7 @@ from lpes_jax.store.provenance import check_resumed
 
 
 class RunFolder:
-    """A run's files, locked until `close`. Raises UserError if the folder holds another run, or another process uses it."""
+    """A run's files, locked until `close`. Raises UserError if the folder contains another run, or another process uses it."""
 
     def __init__(self, path: Path, config: dict[str, Any], resume: bool, overwrite: bool = False):
         """Open the folder.
@@ -202,8 +202,8 @@ class RunFolder:
 
 def _wrong_in(record: dict[str, Any]) -> str | None:
     """What is wrong with a line of the history that is JSON; None for a good line."""
-    for_search = {"fitness", "factors", "cached", "accuracy", "log_likelihood"}
-    needed = {"fitness", "factors", "accuracies", "task_losses", "seconds"} if "step" in record else for_search
+    population_keys = {"fitness", "factors", "cached", "accuracy", "log_likelihood"}
+    needed = {"fitness", "factors", "accuracies", "task_losses", "seconds"} if "step" in record else population_keys
     if missing := sorted(needed - record.keys()):
         return f"not a line of a history ({', '.join(missing)} missing)"
     if record["fitness"] is None and "step" not in record:

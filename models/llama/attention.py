@@ -6,7 +6,7 @@ Letters: B batch, T queries, S cached keys, H heads, K key-value heads (G = H / 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,9 +21,6 @@ from lpes_jax.mesh import over_heads
 
 _BLOCK = 128  # queries per step on the CPU; times with 64 to 256 differed only by noise
 _SPANS = 8  # parts of a text
-# The most masked keys for which cuDNN's kernel is differentiated. By itself its gradient is right with 4,544 and with 11,648
-# keys, but a search on prompts of 10,700 tokens had a loss that was not finite, for an unknown reason.
-_KEYS_OF_A_GRADIENT = 4608
 # Bytes of attention logits in memory at once, of one block or of several short rows. On a CPU they must fit its caches: 64 MiB
 # took up to twice as long.
 _LOGITS_AT_ONCE = {"cpu": 2**20, "gpu": 2**27}
@@ -43,9 +40,21 @@ def _device_attention(q: Array, k: Array, v: Array, window: int | None) -> Array
     if window is not None and window >= q.shape[1]:
         window = None
     if runs_on_cudnn(q.shape[-1], q.dtype):
-        local = None if window is None else (window - 1, 0)  # keys on either side of the query's own
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=local, implementation="cudnn")
+        return with_even_length(partial(_cudnn_attention, window=window), q, k, v)
     return blocked_attention(q, k, v, window=window)
+
+
+def _cudnn_attention(q: Array, k: Array, v: Array, window: int | None) -> Array:
+    local = None if window is None else (window - 1, 0)  # keys on either side of the query's own
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=local, implementation="cudnn")
+
+
+def with_even_length(attend: Callable[[Array, Array, Array], Array], q: Array, k: Array, v: Array) -> Float[Array, "B T H D"]:
+    """Causal attention of an odd number of tokens with one token of padding: cuDNN has no gradient for odd lengths."""
+    length = q.shape[1]
+    if length % 2 == 0:
+        return attend(q, k, v)
+    return attend(*(jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) for x in (q, k, v)))[:, :length]
 
 
 def runs_on_cudnn(head_dim: int, dtype: DTypeLike) -> bool:
@@ -209,7 +218,7 @@ def one_kernel(
     indices: Int[Array, "B S"],
     ends: Int[Array, "B T"],
 ) -> Float[Array, "B S H D"]:
-    """`masked_attention` by cuDNN's fused kernel (or XLA's attention without cuDNN); supports vmap and gradients."""
+    """`masked_attention` by cuDNN's fused kernel (or XLA's attention without cuDNN), under vmap too. Gradients: in blocks."""
     return _kernel_of_all(q, k, v, _seen(indices, ends))
 
 
@@ -218,9 +227,8 @@ def _seen(indices: Array, ends: Array) -> Bool[Array, "B S T"]:
 
 
 def _forward(q: Array, k: Array, v: Array, indices: Array, ends: Array) -> tuple[Array, Any]:
-    if k.shape[1] > _KEYS_OF_A_GRADIENT:
-        return jax.vjp(lambda q, k, v: blocked_masked_attention(q, k, v, indices, ends, jnp.zeros_like(ends)), q, k, v)
-    return jax.vjp(partial(_kernel, seen=_seen(indices, ends)), q, k, v)
+    """In blocks: cuDNN's gradient under a mask was not finite on Qwen2.5-Coder-0.5B (jax 0.11.2, H200, bfloat16)."""
+    return jax.vjp(lambda q, k, v: blocked_masked_attention(q, k, v, indices, ends, jnp.zeros_like(ends)), q, k, v)
 
 
 def _backward(pull_back: Any, cotangent: Array) -> tuple[Array | None, ...]:

@@ -169,7 +169,7 @@ class LlamaConfig:
         if model_type not in SUPPORTED_MODEL_TYPES:
             if mark is not None:  # a folder with modeling_lpes.py
                 raise UserError(
-                    f"{where}: the model already holds {mark}, and lpes_jax does not run code of model_type "
+                    f"{where}: the model already contains {mark}, and lpes_jax does not run code of model_type "
                     f"{model_type!r:.60}; use the model that it was exported from"
                 )
             raise UserError(

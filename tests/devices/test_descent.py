@@ -14,7 +14,7 @@ from lpes_jax.models.llama.sharding import put_model
 from lpes_jax.search import gradient
 from lpes_jax.search.algorithms import box_parameters, factors_applied
 from lpes_jax.search.gradient import Look
-from lpes_jax.search.minibatches import Data, pack, shared_trees
+from lpes_jax.search.minibatches import Data, pack, shared_groups
 from lpes_jax.search.settings import search_space
 from lpes_jax.settings.search import GradientSettings, SearchSettings, TextSettings
 
@@ -23,8 +23,8 @@ pytestmark = pytest.mark.promotes  # optax
 
 def test_eight_devices_descend_as_one_by_either_partitioner(model_folder: Path, monkeypatch: pytest.MonkeyPatch):
     model, prompts = lj.load_model(str(model_folder), "float32"), haystacks([3, 4, 3])
-    trees = shared_trees(prompts, model.config, 4)
-    train = Data([pack(prompts, np.linspace(0.1, 1, 10).tolist(), trees)], jnp.arange(120, dtype=jnp.int32).reshape(3, 40))
+    groups = shared_groups(prompts, model.config, 4)
+    train = Data([pack(prompts, np.linspace(0.1, 1, 10).tolist(), groups)], jnp.arange(120, dtype=jnp.int32).reshape(3, 40))
     settings = SearchSettings.of(curve="free", min_factor=0.9, max_factor=1.2)
     space = search_space(settings, model.config, range(3))
     parameters, project, values = box_parameters(settings.gradient, space)
@@ -36,28 +36,28 @@ def test_eight_devices_descend_as_one_by_either_partitioner(model_folder: Path, 
         pieces = put_model(model, mesh), train, train, parameters, apply, project
         return looks_of(pieces, sizes, text, penalty=lambda p: jnp.square(p["y"] - 1).mean())[0]
 
-    shardy, look = [], gradient._look
+    shardy, original = [], gradient._look
     monkeypatch.setattr(
-        gradient, "_look", lambda *inputs: shardy.append(jax.config.jax_use_shardy_partitioner) or look(*inputs)
+        gradient, "_look", lambda *inputs: shardy.append(jax.config.jax_use_shardy_partitioner) or original(*inputs)
     )
-    alone = looks(make_mesh(devices=jax.devices()[:1]))
+    on_one = looks(make_mesh(devices=jax.devices()[:1]))
     for as_on_gpus, mesh in ((False, make_mesh()), (True, make_mesh()), (True, make_mesh(2))):
         jax.clear_caches()
         monkeypatch.setattr(gradient, "_shardy_crashes", lambda as_on_gpus=as_on_gpus: as_on_gpus)
-        for one, several in zip(alone, looks(mesh), strict=True):
+        for one, several in zip(on_one, looks(mesh), strict=True):
             assert len(several.parameters["y"].devices()) == 1 and jax.device_count() == 8
             np.testing.assert_allclose(several.parameters["y"], one.parameters["y"], atol=1e-5)
-            numbers = ([*it[1:3], *it[3], *it[4], it.text_loss] for it in (several, one))
+            numbers = ([*measured[1:3], *measured[3], *measured[4], measured.text_loss] for measured in (several, one))
             np.testing.assert_allclose(*numbers, rtol=1e-4)
         assert jax.config.jax_use_shardy_partitioner
     assert shardy == [True] * 4 + [False] * 4
-    assert float(jnp.abs(alone[-1].parameters["y"] - 1).min()) > 1e-3
+    assert float(jnp.abs(on_one[-1].parameters["y"] - 1).min()) > 1e-3
 
 
 def test_eight_devices_measure_the_divergence_of_text_as_one(model_folder: Path):
     model, prompts = lj.load_model(str(model_folder), "float32"), haystacks([3, 4])
     text = jnp.arange(120, dtype=jnp.int32).reshape(3, 40)
-    train = Data([pack(prompts, [1.0] * 7, shared_trees(prompts, model.config, 4))], text)
+    train = Data([pack(prompts, [1.0] * 7, shared_groups(prompts, model.config, 4))], text)
     space = search_space(SearchSettings.of(curve="free", min_factor=0.9, max_factor=1.2), model.config, range(3))
     parameters, project, values = box_parameters(GradientSettings(), space)
     apply = factors_applied(space, values, model.config.rope_table(96))

@@ -80,8 +80,8 @@ def test_weights_stand_in_shards_and_are_whole_together(models, tiny_model):
     split = models[PAIRS]
     for leaf, whole in zip(jax.tree.leaves(split), jax.tree.leaves(tiny_model), strict=True):
         np.testing.assert_array_equal(leaf, whole)
-    assert {it.data.shape for it in split.layers.query[...].addressable_shards} == {(3, 48, 24)}
-    assert {it.data.shape for it in split.layers.down[...].addressable_shards} == {(3, 48, 48)}
+    assert {shard.data.shape for shard in split.layers.query[...].addressable_shards} == {(3, 48, 24)}
+    assert {shard.data.shape for shard in split.layers.down[...].addressable_shards} == {(3, 48, 48)}
     assert put_model(split, PAIRS).layers.key[...] is split.layers.key[...]  # what is there already is not copied
 
 
@@ -112,7 +112,7 @@ def test_the_likelihood_of_texts_is_that_of_one_device(models, prompts, tiny_mod
 
 
 def collectives(scorer: Scorer, mesh: Mesh, size: int) -> list[str]:
-    """The lines of the compiled program by which devices speak to each other, for so many individuals."""
+    """The communication between devices in the compiled program, for a number of individuals."""
     by_trees = size < mesh.shape["population"]
     placed = scorer.device_plan("groups" if by_trees else "individuals")
     factors = put(np.ones((size, 3), np.float32), scorer._everywhere if by_trees else scorer._by_population)

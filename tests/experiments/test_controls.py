@@ -1,4 +1,4 @@
-"""Controls and transfer: what starts as the model itself, what a temperature is, and how factors change their depth."""
+"""Controls and transfer: controls that start as the model itself, temperatures, and factors at another depth."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""The example of a training step with factors: it learns what it is told to, and leaves the rest alone."""
+"""The example of a training step with factors: it trains only the chosen factors or adapter."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The index of experiments/results: it is what the JSON files say now, and what they do not say is not in it."""
+"""The index of experiments/results: it has exactly the current contents of the JSON files."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The experiments on rivals and benchmarks: known answers, what is listed without data, resuming."""
+"""The experiments on rivals and benchmarks: known answers, the list of missing data, resuming."""
 
 import json
 import sys
@@ -40,7 +40,7 @@ def test_attention_is_shared_out_as_a_softmax_says(tiny_model: Llama):
     factors = jnp.array([1.3, 0.8, 1.1])
 
     def looked(rows: list[int], width: int) -> tuple[np.ndarray, np.ndarray]:
-        given = (jnp.asarray(np.array(of)[rows], jnp.int32) for of in (tokens[:, :width], lengths, edges))
+        given = (jnp.asarray(np.array(array)[rows], jnp.int32) for array in (tokens[:, :width], lengths, edges))
         table = config.rope_table(width, factors)
         mass, entropy = attention_by_position.attention_of(tiny_model, *given, table, queries)
         return np.asarray(mass), np.asarray(entropy)
@@ -58,8 +58,8 @@ def test_attention_is_shared_out_as_a_softmax_says(tiny_model: Llama):
     angles = np.arange(19)[:, None] / 1.3 * 10_000.0 ** (-np.arange(0, 8, 2) / 8)
     turn = np.exp(1j * angles)[:, None]
 
-    def rotated(of: np.ndarray) -> np.ndarray:
-        heads = of.reshape(19, -1, 8)
+    def rotated(array: np.ndarray) -> np.ndarray:
+        heads = array.reshape(19, -1, 8)
         return (heads[..., :4] + 1j * heads[..., 4:]) * turn  # the real part of a conj(b) is the product of two heads
 
     q, k = rotated(x @ weights["query"]), rotated(x @ weights["key"])

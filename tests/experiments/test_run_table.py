@@ -1,4 +1,4 @@
-"""Tables as specs: how they are found, their searches, what they write; and the committed tables from the committed JSON."""
+"""Tables as specs: how they are found, their searches and files; and the committed tables from the committed JSON."""
 
 import importlib
 import json

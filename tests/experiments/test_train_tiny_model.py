@@ -117,7 +117,7 @@ def test_rows_are_the_tasks_prompts_as_the_tokenizer_cuts_them(tokenizer, templa
         assert closes == [len(wanted) - 2, len(wanted) - 1]
 
 
-def test_several_questions_stand_behind_one_another(tokenizer, template):
+def test_several_questions_follow_one_another(tokenizer, template):
     shape = Shape(rows=4, pairs=3, key_length=4, questions=3)
     content, rows = draw(template, shape, Conditions((2, 3), (2, 4), 0.0, 0.1, 0.5), 1)
     for row in range(4):
@@ -157,7 +157,7 @@ def test_the_loss_is_on_repetitions_and_fixed_tokens_and_never_on_new_digits(tok
         assert not set(tokens[is_fixed].tolist()) & set(template.digits) and not is_fixed[0] and not is_fixed[closes:].any()
 
 
-def test_every_digit_is_a_token_and_openers_leave_the_prompt_alone(tokenizer):
+def test_every_digit_is_a_token_and_openers_do_not_change_the_prompt(tokenizer):
     task = KeyValue(3, key_length=8)
     prompts = [variant.prompt(example, 1) for example in task.examples("search", 40, 1) for variant in (task, task.plain)]
     for prompt, encoded in zip(prompts, encode(prompts, tokenizer, window=1000), strict=True):
@@ -169,7 +169,7 @@ def test_every_digit_is_a_token_and_openers_leave_the_prompt_alone(tokenizer):
     assert not any(set(piece.strip()) <= set("0123456789abcdef") for piece in PIECES if piece.strip())
 
 
-def test_gold_stands_where_the_flags_say():
+def test_gold_is_where_the_flags_say():
     pairs = jnp.full(20_000, 20)
 
     def shares(edge_share, edge_width, end_share=0.5):

@@ -1,4 +1,4 @@
-"""A Llama in float64 NumPy, one prompt and one head at a time, and what the tests of replaced attentions share."""
+"""A Llama in float64 NumPy, one prompt and one head at a time, and code that the tests of replaced attentions share."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -115,7 +115,7 @@ def correlation_in_bfloat16(model: Llama, method: Method) -> float:
 
 
 def assert_decode_is_prefill(model: Llama, maker: Maker) -> None:
-    """In layer 1, a token's attention over a cache is what the pass over the whole text gave it, also behind the prompt."""
+    """In layer 1, a token's attention over a cache is that of the pass over the whole text, also after the prompt."""
     config, method = model.config, maker(model.config, LENGTH)
     assert method.replacement is not None
     layers = layer_rows(config, jax.tree.map(lambda leaf: leaf[0], method.tables), method.replacement)

@@ -46,7 +46,7 @@ def prompts_of(*lengths: int) -> list[list[int]]:
 
 
 def plain_logits(model: lj.Llama, rows: Sequence[Sequence[int]], theta: float) -> np.ndarray:
-    """[B, WIDTH, V] of the plain model, had it another theta; what stands behind a row's end is padding."""
+    """[B, WIDTH, V] of the plain model with another theta; after a row's end is padding."""
     tokens = np.full((len(rows), WIDTH), 299, np.int32)
     for row, ids in zip(tokens, rows, strict=True):
         row[: len(ids)] = ids
@@ -154,7 +154,7 @@ AGREEING: dict[str, Maker] = {
 
 @pytest.mark.parametrize("name", AGREEING)
 def test_scoring_generation_and_nll_agree(model, name):
-    """What a method generates is what it scores as right, and as likely as the sum over its tokens."""
+    """A method scores its own generated text as right, with the sum of its tokens' log-likelihoods."""
     config, prompts = replace(model.config, max_position_embeddings=16), prompts_of(24, 11)  # beyond its window
     lengths = []
 
@@ -247,7 +247,7 @@ def test_the_wave_is_attention_between_ones():
 
 
 def test_peaks_and_troughs_are_those_that_the_released_code_names():
-    """The numbers stand in its comments, for distances from 1000 to 4090 and a head of 128."""
+    """The numbers are in its comments, for distances from 1000 to 4090 and a head of 128."""
     distances = np.arange(1000, 4091)
     peaks = {base: distances[peaks_of(wave(base, 128, distances))].tolist() for base in (10_000.0, 18_000.0, 20_000.0)}
     troughs = {base: distances[troughs_of(wave(base, 128, distances))].tolist() for base in (10_000.0, 18_000.0)}

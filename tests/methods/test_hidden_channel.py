@@ -1,4 +1,4 @@
-"""Scaling a channel of the hidden states against NumPy, its search, and what it must leave alone."""
+"""Scaling a channel of the hidden states against NumPy, its search, and what it must not change."""
 
 from dataclasses import replace
 
@@ -34,7 +34,7 @@ ANSWER = [3, 11, 7, 20]
 
 
 def reference(prompt_length: int):
-    """Row by row, as the paper has it: the prompt's last token and those behind it attend with scaled queries and keys."""
+    """Row by row, as the paper has it: the prompt's last token and those after it attend with scaled queries and keys."""
 
     def attend(layer: int, q, k, v, scaled_q, scaled_k) -> np.ndarray:
         out, shared, positions = np.empty_like(q), q.shape[1] // k.shape[1], np.arange(len(q))
@@ -50,7 +50,7 @@ def reference(prompt_length: int):
 
 @pytest.mark.parametrize("kv_heads, factor", [(2, 0.0), (4, -1.0)])
 def test_equals_numpy_prompt_by_prompt(kv_heads, factor):
-    """Also: a batch is its prompts one by one, with teacher-forced answers behind them, and the padding is not seen."""
+    """Also: a batch is its prompts one by one, with teacher-forced answers after them, and the padding is not seen."""
     model, rows = random_model(kv_heads), [ids + ANSWER for ids in PROMPTS]
     channels = np.ones((3, 32))
     channels[slice(*LAYERS), CHANNEL] = factor
@@ -90,7 +90,7 @@ def test_cache_equals_full_recompute():
 
 
 def test_from_the_first_token_on_it_is_a_model_with_other_weights():
-    """Biases, norms of queries and keys, and windows included: no other code than the plain model's says what is right."""
+    """Biases, norms of queries and keys, and windows included: the reference is the plain model's own code."""
     config = replace(random_model(2).config, model_type="qwen3", attention_bias=True, sliding_window=6, sliding_layers=(1,))
     model = Llama(config, rngs=nnx.Rngs(7))
     model.layers = jax.tree.map(lambda leaf: leaf * 10 if leaf.ndim > 2 else leaf + 0.1, model.layers)
@@ -109,7 +109,7 @@ def test_bfloat16_goes_through():
 
 
 def test_channels_are_ranked_by_hand():
-    """8 layers, of which 2 to 6 count; a channel has to be monotonic in 3 of them."""
+    """8 layers, of which 2 to 6 count; a channel must be monotonic in 3 of them."""
     rng, up = np.random.default_rng(0), np.linspace(0, 1, 100)
     states = np.zeros((8, 100, 8), np.float32)
     states[:, :, 0] = up + 0.02 * rng.normal(size=100)  # rises, roughly

@@ -1,4 +1,4 @@
-"""MoICE against NumPy, its router's training, and what it must leave alone."""
+"""MoICE against NumPy, its router's training, and what it must not change."""
 
 from dataclasses import replace
 
@@ -98,7 +98,7 @@ def test_bfloat16_goes_through():
 
 
 @pytest.mark.promotes  # optax does
-def test_training_lowers_the_loss_and_leaves_the_model_alone():
+def test_training_lowers_the_loss_and_does_not_change_the_model():
     """And microbatches change nothing."""
     model = random_model(2)
     before = jax.tree.map(np.array, model)

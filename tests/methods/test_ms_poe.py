@@ -1,4 +1,4 @@
-"""Ms-PoE against NumPy, and what it must leave alone."""
+"""Ms-PoE against NumPy, and what it must not change."""
 
 from dataclasses import replace
 
@@ -86,8 +86,8 @@ def test_equals_numpy_prompt_by_prompt(mode, kv_heads):
 def test_the_three_modes_differ_from_each_other_and_from_the_plain_model():
     model = random_model(4)
     results = [logits_of(model)] + [logits_of(model, ms_poe(mode, first_layer=1)(model.config, LENGTH)) for mode in MODES]
-    for at, first in enumerate(results):
-        for second in results[:at]:
+    for index, first in enumerate(results):
+        for second in results[:index]:
             assert np.abs(first - second)[0, :40].max() > 1e-3
 
 

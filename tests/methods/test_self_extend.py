@@ -1,4 +1,4 @@
-"""Self-Extend against NumPy, and what it must leave alone."""
+"""Self-Extend against NumPy, and what it must not change."""
 
 from dataclasses import replace
 

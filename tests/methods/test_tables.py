@@ -1,4 +1,4 @@
-"""Methods that are one table: known frequencies, transformers' logits, and the plain model where nothing is stretched."""
+"""Methods that are one table: known frequencies, transformers' logits, and the plain model if nothing is stretched."""
 
 import json
 from dataclasses import replace

@@ -86,7 +86,7 @@ NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 def write_folder(
     folder: Path, tokenizer: Tokenizer, model_type: str = "llama", config: dict[str, Any] | None = None, **files: Any
 ) -> Path:
-    """tokenizer.json, tokenizer_config.json (not where `config` is None), config.json, and `files`: __ stands for a dot."""
+    """tokenizer.json, tokenizer_config.json (unless `config` is None), config.json, and `files`, with __ for a dot."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     written = {"config__json": {"model_type": model_type}} | files

@@ -31,7 +31,7 @@ DATED = "{%- set today = strftime_now('%d %B %Y') %}{{ today }}, {{ strftime_now
 
 
 def make_tokenizer(template: str | None, bos: bool = True) -> PreTrainedTokenizerFast:
-    """Bytes for tokens, <s> before every text where `bos`."""
+    """Bytes for tokens; with `bos`, <s> before every text."""
     return byte_tokenizer(("<s>", "<|im_start|>", "<|im_end|>"), bos=bos, chat_template=template)
 
 
@@ -120,7 +120,7 @@ def test_templates_that_write_the_date_give_the_same_text_every_day():
 
 @pytest.mark.parametrize("template", [CHATML, LLAMA2])
 @pytest.mark.parametrize("bos", [True, False])
-def test_the_opener_stands_behind_the_chat_and_bos_at_most_once(template, bos):
+def test_the_opener_is_after_the_chat_and_bos_at_most_once(template, bos):
     """A template that emits BOS, a tokenizer that puts one, both, or neither."""
     tokenizer = make_tokenizer(template, bos)
     chat = make_chat(tokenizer, apply_chat_template=True)
@@ -137,7 +137,7 @@ def test_the_opener_stands_behind_the_chat_and_bos_at_most_once(template, bos):
     assert tokenizer.decode(encoded.ids).removeprefix("<s>") == prompt.text.removeprefix("<s>")
 
 
-def test_plain_questions_in_a_chat_admit_answers_without_the_space_behind_a_line_end():
+def test_plain_questions_in_a_chat_admit_answers_without_the_space_after_a_line_end():
     raw = KeyValue(num_pairs=2, key_length=4)
     for template, openers in ((CHATML, (" ", ' "', "", '"')), (LLAMA2, (" ", ' "'))):
         chat = make_chat(make_tokenizer(template), apply_chat_template=True)

@@ -255,7 +255,7 @@ def test_what_follows_from_the_rest_may_be_there_or_not(tmp_path):
 
 
 def test_a_head_that_differs_is_taken_though_the_config_says_tied(tmp_path):
-    """As transformers does: it ties where the two tensors are equal, or one is missing."""
+    """As transformers does: it ties if the two tensors are equal, or one is missing."""
     tensors = write_folder(tmp_path, replace(CONFIG, tie_word_embeddings=True))
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] * 2
     save_file(tensors, tmp_path / "model.safetensors")

@@ -1,4 +1,4 @@
-"""What `LlamaConfig.from_hf` understands of each family's config.json, and what it refuses by name."""
+"""The keys of each family's config.json that `LlamaConfig.from_hf` reads, and those that it refuses by name."""
 
 import json
 from dataclasses import replace

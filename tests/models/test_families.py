@@ -116,7 +116,7 @@ def ours(model: lj.Llama, rows: list[list[int]]) -> tuple[list[np.ndarray], list
 
 
 def assert_parity(model: lj.Llama, reference: Any, rows: list[list[int]]) -> None:
-    """One pass of theirs over prompt and continuation: each new token is theirs if it is the argmax behind all before it."""
+    """One pass of theirs over prompt and continuation: each new token is theirs if it is the argmax after those before it."""
     logits, new = ours(model, rows)
     whole = [row + more for row, more in zip(rows, new, strict=True)]
     for row, found, more, wanted in zip(rows, logits, new, logits_of_torch(reference, whole, FACTORS), strict=True):

@@ -1,4 +1,4 @@
-"""Safetensors files that are not as long as they say, and tied models whose files hold another head."""
+"""Safetensors files of another length than they declare, and tied models whose files contain another head."""
 
 import json
 import sys
@@ -81,7 +81,7 @@ def test_a_pointer_of_git_lfs_says_what_to_do(tmp_path):
 
 @pytest.mark.parametrize("change", ["none", "scaled", "one number", "last row"])
 def test_a_tied_model_with_a_head_of_its_own_says_which_it_takes(tmp_path, capsys, change):
-    """transformers 5 takes the head of the files where it differs, and does not tie; 4 takes the embedding."""
+    """transformers 5 uses the files' head if it differs, and does not tie; 4 uses the embedding."""
     tensors = write_folder(tmp_path, replace(CONFIG, tie_word_embeddings=True))
     embedding = tensors["model.embed_tokens.weight"]
     head = embedding * 2 if change == "scaled" else embedding.copy()

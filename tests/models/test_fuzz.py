@@ -1,4 +1,4 @@
-"""Damaged model files: bytes flipped, cut, overwritten and inserted where the files describe themselves.
+"""Damaged model files: bytes flipped, cut, overwritten and inserted in the files' headers.
 
 Every one of them is refused as the user's mistake, in one line, at once and without a large allocation; or it is loaded, and
 then fits together. The normal run tries 200; `pytest -m fuzz` tries 3,000 more, others each time.
@@ -136,7 +136,7 @@ def described(path: Path, content: bytes) -> int:
 
 
 def load(path: Path) -> None:
-    """Load all that the file is part of; what is loaded must fit together."""
+    """Load everything that the file is part of; the loaded parts must fit together."""
     path = path if path.suffix == ".gguf" else path.parent
     model = load_llama(open_checkpoint(path), "float32")
     config = model.config

@@ -208,12 +208,12 @@ def test_damage_anywhere_in_the_header_is_refused_or_harmless(tmp_path):
         (lambda data: data[:16] + struct.pack("<Q", 2**60) + data[24:], "number of metadata keys"),
         (lambda data: data.replace(b"llama.rope.freq_base", b"llama.context_length"), "'llama.context_length' is repeated"),
         (lambda data: data.replace(b"tensor_b", b"tensor_a"), "'tensor_a' is repeated"),
-        (lambda data: place(data, b"tensor_a", kind=99), "'tensor_a' has the unknown type 99"),
-        (lambda data: place(data, b"tensor_a", kind=26), "'tensor_a' has type I32"),
-        (lambda data: place(data, b"tensor_a", kind=12), "impossible for type Q4_K"),
-        (lambda data: place(data, b"tensor_b", offset=2**60), "'tensor_b' ends at byte"),
-        (lambda data: place(data, b"tensor_b", offset=100), "'tensor_b' is at byte 100"),
-        (lambda data: place(data, b"tensor_b", offset=0), "overlaps"),
+        (lambda data: with_type_and_offset(data, b"tensor_a", kind=99), "'tensor_a' has the unknown type 99"),
+        (lambda data: with_type_and_offset(data, b"tensor_a", kind=26), "'tensor_a' has type I32"),
+        (lambda data: with_type_and_offset(data, b"tensor_a", kind=12), "impossible for type Q4_K"),
+        (lambda data: with_type_and_offset(data, b"tensor_b", offset=2**60), "'tensor_b' ends at byte"),
+        (lambda data: with_type_and_offset(data, b"tensor_b", offset=100), "'tensor_b' is at byte 100"),
+        (lambda data: with_type_and_offset(data, b"tensor_b", offset=0), "overlaps"),
         (lambda data: data.replace("é".encode(), b"\xff\xff"), "not valid UTF-8"),
     ],
 )
@@ -225,7 +225,7 @@ def test_damage_is_named(tmp_path, damage, named):
     assert "m.gguf" in str(error.value) and "\n" not in str(error.value)
 
 
-def place(data: bytes, name: bytes, *, kind: int = 0, offset: int = 0) -> bytes:
+def with_type_and_offset(data: bytes, name: bytes, *, kind: int = 0, offset: int = 0) -> bytes:
     """The file with another type and offset for a two-dimensional tensor."""
     start = data.index(name) + len(name) + 4 + 16
     return data[:start] + struct.pack("<IQ", kind, offset) + data[start + 12 :]

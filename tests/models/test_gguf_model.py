@@ -1,4 +1,4 @@
-"""Architectures in GGUF files: the Hugging Face config and names that they stand for, and the same logits as from a folder."""
+"""Architectures in GGUF files: their Hugging Face config and names, and the same logits as from a folder."""
 
 import json
 import math
@@ -212,7 +212,7 @@ def write_shards(folder: Path, weights: dict[str, np.ndarray]) -> None:
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "phi3"])
 def test_folder_shards_and_gguf_give_the_same_logits(tmp_path, architecture):
-    """The query and key rows of `llama` files alone are permuted, keys by their own number of heads."""
+    """Only the query and key rows of `llama` files are permuted, keys by their own number of heads."""
     metadata = {"attention__key_length": 16} if architecture == "qwen3" else {}
     config = hf_config(write(tmp_path / "header.gguf", architecture, {"output.weight": EMBEDDING}, **metadata))
     weights = hugging_face_weights(architecture, config)

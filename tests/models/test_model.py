@@ -16,6 +16,7 @@ from lpes_jax.models.llama.attention import (
     cached_attention,
     causal_attention,
     one_kernel,
+    with_even_length,
 )
 from lpes_jax.models.llama.model import hidden_states, output_logits
 from lpes_jax.rope import RopeParameters, RopeTable, inverse_frequencies, rope_table, scale_layers
@@ -110,6 +111,25 @@ def test_windows_of_cudnn_are_ours(window):
 
     assert "cudnn" in attend.lower(q[None], k[None], v[None]).as_text()
     np.testing.assert_allclose(np.asarray(attend(q[None], k[None], v[None])[0], np.float64), wanted, atol=0.06)
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 8])
+def test_odd_lengths_are_padded_to_even_ones(length):
+    """As for cuDNN, which refuses gradients of odd lengths; values and gradients are those without padding."""
+    q, k, v = qkv(2, length, 4, 2, 16)
+    lengths = []
+
+    def even_alone(q, k, v):
+        lengths.append(q.shape[1])
+        return blocked_attention(q, k, v)
+
+    def total(attend, q, k, v):
+        return (attend(q, k, v) ** 2).sum()
+
+    runs = (partial(with_even_length, even_alone), blocked_attention)
+    found, wanted = (jax.value_and_grad(partial(total, attend), (0, 1, 2))(q, k, v) for attend in runs)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), found, wanted)
+    assert set(lengths) == {length + length % 2}
 
 
 def test_one_kernel_is_the_masked_attention_under_vmap_and_in_gradients():
@@ -288,7 +308,7 @@ def test_groups_and_bands_of_one_shape_differ(tiny_model):
     assert float(jnp.abs(by_band - by_group).max()) > 0.1
 
 
-def test_group_factors_reach_their_heads_alone(tiny_model):
+def test_group_factors_reach_only_their_heads(tiny_model):
     """Silenced heads of group 1 leave a model in which the factors of group 1 do nothing, and those of group 0 do."""
     graph, state = nnx.split(tiny_model)
     silent = nnx.merge(graph, state)
@@ -354,7 +374,7 @@ def test_gradient_in_the_factors_equals_finite_differences(tiny_model):
 
 
 def test_bfloat16_is_close_to_float32(tiny_model):
-    """Weights and activations of eight bits: logits agree to a few percent of their spread, and where the argmax is clear."""
+    """Weights and activations of eight bits: logits agree to a few percent of their spread, as do clear argmaxes."""
     tokens, factors = tokens_of(4, 64), jnp.array([1.0, 1.5, 2.0])
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tiny_model)
     wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), rounded)  # the same weights
@@ -370,7 +390,7 @@ def test_bfloat16_is_close_to_float32(tiny_model):
     assert (short.argmax(-1) == exact.argmax(-1))[clear].mean() > 0.98
 
 
-def test_bfloat16_leaves_the_tables_alone(tiny_model):
+def test_bfloat16_does_not_change_the_tables(tiny_model):
     """Casting every weight casts no position: the tables are no part of the model."""
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tiny_model)
     np.testing.assert_array_equal(table_of(rounded).inv_freq, table_of(tiny_model).inv_freq)

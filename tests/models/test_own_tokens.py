@@ -141,7 +141,7 @@ def test_in_folders_of_transformers_5_the_post_processor_wins(tmp_path):
         assert (tokenizer.encode("the")[0] == tokenizer.bos_token_id) == bos
 
 
-def test_a_prompt_that_add_eos_token_ends_is_refused_where_transformers_4_heeds_it(tmp_path):
+def test_a_prompt_that_add_eos_token_ends_is_refused_if_transformers_4_heeds_the_flag(tmp_path):
     config = NAMES | {"add_eos_token": True}
     for name, refused in {"LlamaTokenizer": True, "PreTrainedTokenizerFast": False, "Qwen2Tokenizer": False}.items():
         folder = write_folder(tmp_path, sentencepiece("first", bos=True), config=config | {"tokenizer_class": name})
@@ -159,7 +159,7 @@ def load(folder: Path, config: dict[str, Any], **files: Any) -> Any:
     return load_tokenizer(write_folder(folder, sentencepiece("first", bos=True), config=FAST | config, **files))
 
 
-def test_truncation_and_padding_of_tokenizer_json_leave_prompts_alone(tmp_path):
+def test_truncation_and_padding_of_tokenizer_json_do_not_change_prompts(tmp_path):
     own = byte_level(LLAMA3)
     own.enable_truncation(5)
     own.enable_padding(length=9, pad_token="<unk>", pad_id=own.token_to_id("<unk>"))
@@ -189,7 +189,7 @@ def test_special_tokens_are_those_of_the_config(tmp_path):
     assert tokenizer.image_token == "<|user|>"
 
 
-def test_defaults_of_the_class_hold_where_nothing_is_said_and_the_vocabulary_has_them(tmp_path):
+def test_defaults_of_the_class_apply_if_nothing_is_said_and_the_vocabulary_has_them(tmp_path):
     folder = write_folder(tmp_path, sentencepiece("first"), config={"tokenizer_class": "LlamaTokenizer"})
     tokenizer = load_tokenizer(folder)
     assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token, tokenizer.padding_side) == (

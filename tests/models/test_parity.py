@@ -106,7 +106,7 @@ def reference(smollm2_path) -> Any:
 
 
 def assert_same_argmax(logits: np.ndarray, wanted: np.ndarray) -> None:
-    """At every position; where the two largest logits are nearer than rounding, one of the two will do (once or twice)."""
+    """At every position; if the two largest logits are nearer than rounding, either will do (once or twice)."""
     found = logits.argmax(-1)
     assert (found != wanted).sum() <= 2
     assert (logits.max(-1) - np.take_along_axis(logits, np.asarray(wanted)[:, None], -1)[:, 0]).max() < 1e-3
@@ -116,7 +116,7 @@ def assert_same_argmax(logits: np.ndarray, wanted: np.ndarray) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FACTORS)
 def test_smollm2_equals_transformers(ours, reference, golden, name):
-    """One pass over prompt and continuation: each new token is theirs if it is the argmax behind all before it."""
+    """One pass over prompt and continuation: each new token is theirs if it is the argmax after those before it."""
     prompt, (logits, new_ids) = golden["prompt_ids"], ours(name)
     wanted = logits_of_torch(reference, prompt + new_ids, FACTORS[name])
     assert logits.shape == (len(prompt), 49_152) and len(prompt) == 422
@@ -176,7 +176,7 @@ def test_tiny_models_equal_transformers(tiny_config, changes, tmp_path):
 
 
 def record() -> None:
-    """Write GOLDEN from torch: logits, and what its own `generate` gives."""
+    """Write GOLDEN from torch: logits, and the output of its own `generate`."""
     import torch
 
     from lpes_jax.models import zoo

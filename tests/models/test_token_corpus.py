@@ -25,7 +25,7 @@ TEXTS = [text for _, text in hard_texts()]
 
 
 def record(path: Path) -> dict[str, Any]:
-    """The ids of every text as a prompt, and a digest of what they decode to."""
+    """The ids of every text as a prompt, and a digest of their decoded texts."""
     tokenizer = load_tokenizer(path)
     ids = [tokenizer.encode(text) for text in TEXTS]
     decoded = [tokenizer.decode(row, skip_special_tokens=skip) for row in ids for skip in (False, True)]

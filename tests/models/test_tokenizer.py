@@ -238,7 +238,7 @@ def test_sentencepiece_defaults_and_merges_of_the_file(tmp_path):
     assert tokenizer.convert_ids_to_tokens(encode_text(tokenizer, "the")) == ["<s>", "▁t", "he"]
 
 
-def test_phi3_puts_a_space_behind_special_tokens_which_swallow_those_of_the_text(tmp_path):
+def test_phi3_puts_a_space_after_special_tokens_which_swallow_those_of_the_text(tmp_path):
     tokenizer = load_tokenizer(write(tmp_path / "m.gguf", "phi3", **SPM))
     ids = encode_text(tokenizer, "<|user|>\n the cap<s> x")
     expected = [1, SPM_TOKENS.index("<|user|>"), *reference_pieces(" the cap"), 1, *reference_pieces("  x")]
@@ -281,7 +281,7 @@ def test_control_tokens_are_special_and_user_defined_ones_are_not(tmp_path):
     assert tokenizer.pad_token is None and tokenizer.unk_token is None
 
 
-def test_bos_stands_once_and_only_where_the_file_says_so(tmp_path):
+def test_bos_is_added_once_and_only_if_the_file_says_so(tmp_path):
     without = load_tokenizer(write(tmp_path / "m.gguf"))
     assert encode_text(without, "hello") == [IDS["hello"]]
     assert encode_text(without, "<s>hello") == [IDS["<s>"], IDS["hello"]]
@@ -380,7 +380,7 @@ def test_ids_beyond_the_embedding_are_refused(tiny_model):
 
 
 @pytest.mark.skipif(find_spec("sentencepiece") is not None, reason="sentencepiece reads it")
-def test_a_sentencepiece_file_alone_says_how_to_convert_it(tmp_path):
+def test_a_lone_sentencepiece_file_says_how_to_convert_it(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x05")
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
     with pytest.raises(UserError, match="save_pretrained.*sentencepiece"):

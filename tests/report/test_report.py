@@ -1,4 +1,4 @@
-"""Tables say what they were given; pictures are written, the same each time, and show what they were given."""
+"""Tables and pictures show their input; pictures are the same each time."""
 
 import io
 import subprocess
@@ -109,6 +109,6 @@ def test_finer_factors_are_a_heat_map_by_their_granularity(tmp_path, granularity
     assert "2.50" in words and "1.00" in words and "0.40" in words  # 1 in the middle, 2.5 and 1/2.5 at the ends
 
 
-def test_plots_leave_matplotlibs_global_state_alone():
+def test_plots_do_not_change_matplotlibs_global_state():
     code = "import sys, lpes_jax.report.plots; sys.exit('matplotlib.pyplot' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0

@@ -117,112 +117,114 @@ class Door:
 
 
 class Logits(Door):
-    def nan(self, at: Folders) -> None:
-        refused(f"{NOT_FINITE}: first in layer 0", lambda: lj.logits(model_of(at.nan)[0], [[1, 2]]))
+    def nan(self, folders: Folders) -> None:
+        refused(f"{NOT_FINITE}: first in layer 0", lambda: lj.logits(model_of(folders.nan)[0], [[1, 2]]))
 
-    def ids(self, at: Folders) -> None:
+    def ids(self, folders: Folders) -> None:
         for bad in (-1, 40, 100_000):
-            refused(NO_EMBEDDING, lambda bad=bad: lj.logits(model_of(at.few_rows)[0], [[1, bad]]))
+            refused(NO_EMBEDDING, lambda bad=bad: lj.logits(model_of(folders.few_rows)[0], [[1, bad]]))
 
-    def text(self, at: Folders) -> None:
-        refused("tokens must be whole numbers", lambda: lj.logits(model_of(at.sound)[0], "AB"))
+    def text(self, folders: Folders) -> None:
+        refused("tokens must be whole numbers", lambda: lj.logits(model_of(folders.sound)[0], "AB"))
 
 
 class Generate(Door):
-    def nan(self, at: Folders) -> None:
-        refused(f"{NOT_FINITE}: first in layer 0", lambda: lj.generate(*model_of(at.nan), ["AB"], max_new_tokens=2))
+    def nan(self, folders: Folders) -> None:
+        refused(f"{NOT_FINITE}: first in layer 0", lambda: lj.generate(*model_of(folders.nan), ["AB"], max_new_tokens=2))
 
-    def ids(self, at: Folders) -> None:
-        refused(NO_EMBEDDING, lambda: lj.generate(*model_of(at.few_rows), ["zz"], max_new_tokens=2))
+    def ids(self, folders: Folders) -> None:
+        refused(NO_EMBEDDING, lambda: lj.generate(*model_of(folders.few_rows), ["zz"], max_new_tokens=2))
 
-    def ends(self, at: Folders) -> None:
-        assert lj.generate(*model_of(at.ends), ["hello", "x"], max_new_tokens=6) == ["A", "A"]
-        assert lj.generate(*model_of(at.ends), ["x"], max_new_tokens=4, stop_ids=[]) == ["A!BB"]
+    def ends(self, folders: Folders) -> None:
+        assert lj.generate(*model_of(folders.ends), ["hello", "x"], max_new_tokens=6) == ["A", "A"]
+        assert lj.generate(*model_of(folders.ends), ["x"], max_new_tokens=4, stop_ids=[]) == ["A!BB"]
 
-    def text(self, at: Folders) -> None:
-        model, tokenizer = model_of(at.sound)
+    def text(self, folders: Folders) -> None:
+        model, tokenizer = model_of(folders.sound)
         assert lj.generate(model, tokenizer, "AB", max_new_tokens=2) == lj.generate(model, tokenizer, ["AB"], max_new_tokens=2)
 
 
 class PopulationScores(Door):
-    def nan(self, at: Folders) -> None:
+    def nan(self, folders: Folders) -> None:
         batch = pack_rows([([1, 2], [3])])
-        refused(f"{NOT_FINITE}: first in layer 0", lambda: lj.population_scores(model_of(at.nan)[0], batch, jnp.ones((1, 3))))
+        refused(
+            f"{NOT_FINITE}: first in layer 0", lambda: lj.population_scores(model_of(folders.nan)[0], batch, jnp.ones((1, 3)))
+        )
 
-    def ids(self, at: Folders) -> None:
+    def ids(self, folders: Folders) -> None:
         for row in (([1, 40], [3]), ([1, 2], [99]), ([-1], [3])):
-            scores = lambda row=row: lj.population_scores(model_of(at.few_rows)[0], pack_rows([row]), jnp.ones((1, 3)))  # noqa: E731
+            scores = lambda row=row: lj.population_scores(model_of(folders.few_rows)[0], pack_rows([row]), jnp.ones((1, 3)))  # noqa: E731
             refused(NO_EMBEDDING, scores)
 
 
 class RunEvaluation(Door):
-    def nan(self, at: Folders) -> None:
-        settings = lj.EvaluateSettings.of(model=str(at.nan), dtype="float32", output_path=at.out / "e", **TINY_TASK)
+    def nan(self, folders: Folders) -> None:
+        settings = lj.EvaluateSettings.of(model=str(folders.nan), dtype="float32", output_path=folders.out / "e", **TINY_TASK)
         refused(f"{NOT_FINITE}: first in layer 0", lambda: lj.run_evaluation(settings))
-        assert not (at.out / "e").exists()
+        assert not (folders.out / "e").exists()
 
-    def ids(self, at: Folders) -> None:
-        settings = lj.EvaluateSettings.of(model=str(at.few_rows), output_path=at.out / "e", **TINY_TASK)
+    def ids(self, folders: Folders) -> None:
+        settings = lj.EvaluateSettings.of(model=str(folders.few_rows), output_path=folders.out / "e", **TINY_TASK)
         refused(NO_EMBEDDING, lambda: lj.run_evaluation(settings))
 
-    def ends(self, at: Folders) -> None:
-        settings = lj.EvaluateSettings.of(model=str(at.ends), output_path=at.out / "ends", **TINY_TASK, **GENERATED)
+    def ends(self, folders: Folders) -> None:
+        settings = lj.EvaluateSettings.of(model=str(folders.ends), output_path=folders.out / "ends", **TINY_TASK, **GENERATED)
         lj.run_evaluation(settings)
-        assert outputs(at.out / "ends") == {"A"}
+        assert outputs(folders.out / "ends") == {"A"}
 
 
 class RunSearch(Door):
-    def nan(self, at: Folders) -> None:
-        settings = lj.SearchSettings.of(model=str(at.nan), output_path=at.out / "s", **TINY_SEARCH)
+    def nan(self, folders: Folders) -> None:
+        settings = lj.SearchSettings.of(model=str(folders.nan), output_path=folders.out / "s", **TINY_SEARCH)
         refused(f"{NOT_FINITE}.* first in layer 0", lambda: lj.run_search(settings))
 
-    def ids(self, at: Folders) -> None:
-        settings = lj.SearchSettings.of(model=str(at.few_rows), output_path=at.out / "s2", **TINY_SEARCH)
+    def ids(self, folders: Folders) -> None:
+        settings = lj.SearchSettings.of(model=str(folders.few_rows), output_path=folders.out / "s2", **TINY_SEARCH)
         refused(NO_EMBEDDING, lambda: lj.run_search(settings))
 
-    def ends(self, at: Folders) -> None:
-        settings = lj.SearchSettings.of(model=str(at.ends), output_path=at.out / "ends_s", **TINY_SEARCH, **GENERATED)
+    def ends(self, folders: Folders) -> None:
+        settings = lj.SearchSettings.of(model=str(folders.ends), output_path=folders.out / "ends_s", **TINY_SEARCH, **GENERATED)
         lj.run_search(settings)
-        assert outputs(at.out / "ends_s") == {"A"}
+        assert outputs(folders.out / "ends_s") == {"A"}
 
 
 class OfFactors(Door):
     nan = "holds numbers, and runs no model"
 
-    def ids(self, at: Folders) -> None:
+    def ids(self, folders: Folders) -> None:
         for bad in (0, -1, np.nan, -np.inf, 1e-38, 1e39):
             refused("factors must be", lambda bad=bad: lj.LayerFactors(np.array([1.0, bad])))
 
-    def text(self, at: Folders) -> None:
+    def text(self, folders: Folders) -> None:
         refused("factors must be numbers", lambda: lj.LayerFactors(np.array(["AB", "CD"])))
 
 
 class ScaleLayers(Door):
-    def ids(self, at: Folders) -> None:
-        table = model_of(at.sound)[0].config.rope_table(4).inv_freq
+    def ids(self, folders: Folders) -> None:
+        table = model_of(folders.sound)[0].config.rope_table(4).inv_freq
         refused("1 layers of factors, but the table has 3", lambda: lj.scale_layers(table, jnp.ones(1)))
 
 
 class Bezier(Door):
-    def ids(self, at: Folders) -> None:
+    def ids(self, folders: Folders) -> None:
         refused("strictly increasing", lambda: lj.bezier(jnp.array([[1.0, 1.0], [0.0, 1.0]]), 3))
 
 
 class Preset(Door):
-    def text(self, at: Folders) -> None:
+    def text(self, folders: Folders) -> None:
         refused("--preset 'AB' is not known", lambda: lj.preset("AB"))
 
 
 class LoadModel(Door):
     nan = "reads weights; what runs them looks at what comes out"
 
-    def text(self, at: Folders) -> None:
-        refused("dtype 'AB' is not supported", lambda: lj.load_model(str(at.sound), "AB"))
+    def text(self, folders: Folders) -> None:
+        refused("dtype 'AB' is not supported", lambda: lj.load_model(str(folders.sound), "AB"))
 
 
 class LoadTokenizer(Door):
-    def ends(self, at: Folders) -> None:
-        tokenizer = lj.load_tokenizer(str(at.ends))
+    def ends(self, folders: Folders) -> None:
+        tokenizer = lj.load_tokenizer(str(folders.ends))
         assert tokenizer.stop_ids == sorted({tokenizer.convert_tokens_to_ids("!"), 3})
 
 
@@ -232,21 +234,21 @@ class Verb(Door):
     name = ""
     settings: dict[str, Any] = {}  # noqa: RUF012
 
-    def more(self, at: Folders) -> list[list[str]]:
+    def more(self, folders: Folders) -> list[list[str]]:
         """Flags of all the ways that the verb runs a model."""
         return [flags(self.settings)]
 
-    def nan(self, at: Folders, said: Callable[[], str]) -> None:
-        for number, more in enumerate(self.more(at)):
-            folder = at.out / f"{self.name}_{number}"
-            assert verb(self.name, at.nan, *more, *self.into(folder)) == 2, more
+    def nan(self, folders: Folders, said: Callable[[], str]) -> None:
+        for number, more in enumerate(self.more(folders)):
+            folder = folders.out / f"{self.name}_{number}"
+            assert verb(self.name, folders.nan, *more, *self.into(folder)) == 2, more
             line = said()
             assert "error: " in line and NOT_FINITE in line and "first in layer 0" in line, (more, line)
             assert not (folder / "results.json").exists() and not (folder / "factors.json").exists()
 
-    def ids(self, at: Folders, said: Callable[[], str]) -> None:
-        for number, more in enumerate(self.more(at)):
-            assert verb(self.name, at.few_rows, *more, *self.into(at.out / f"{self.name}_ids_{number}")) == 2, more
+    def ids(self, folders: Folders, said: Callable[[], str]) -> None:
+        for number, more in enumerate(self.more(folders)):
+            assert verb(self.name, folders.few_rows, *more, *self.into(folders.out / f"{self.name}_ids_{number}")) == 2, more
             assert NO_EMBEDDING in said(), more
 
     def into(self, folder: Path) -> list[str]:
@@ -256,30 +258,30 @@ class Verb(Door):
 class Evaluate(Verb):
     name, settings = "evaluate", TINY_TASK
 
-    def more(self, at: Folders) -> list[list[str]]:
-        text = at.out / "text.txt"
+    def more(self, folders: Folders) -> list[list[str]]:
+        text = folders.out / "text.txt"
         text.parent.mkdir(exist_ok=True)
         text.write_text("The boat left the port with salt and grain. " * 40)
         for split in ("dev", "test"):
-            (at.out / "mmlu" / split).mkdir(parents=True, exist_ok=True)
-            with (at.out / "mmlu" / split / f"law_{split}.csv").open("w", newline="") as file:
+            (folders.out / "mmlu" / split).mkdir(parents=True, exist_ok=True)
+            with (folders.out / "mmlu" / split / f"law_{split}.csv").open("w", newline="") as file:
                 csv.writer(file).writerows([(f"Question {i}?", "w", "x", "y", "z", "ABCD"[i % 4]) for i in range(4)])
         return [
             flags(self.settings),
             flags(self.settings | GENERATED),
             flags({"task": "perplexity", "data": text, "window": 16, "limit": 2}),
-            flags({"task": "mmlu", "data": at.out / "mmlu", "num_shots": 1, "split": "all", "limit": 2}),
+            flags({"task": "mmlu", "data": folders.out / "mmlu", "num_shots": 1, "split": "all", "limit": 2}),
         ]
 
-    def ends(self, at: Folders, said: Callable[[], str]) -> None:
-        assert verb(self.name, at.ends, *flags(self.settings | GENERATED), *self.into(at.out / "ends_e")) == 0, said()
-        assert outputs(at.out / "ends_e") == {"A"}
+    def ends(self, folders: Folders, said: Callable[[], str]) -> None:
+        assert verb(self.name, folders.ends, *flags(self.settings | GENERATED), *self.into(folders.out / "ends_e")) == 0, said()
+        assert outputs(folders.out / "ends_e") == {"A"}
 
 
 class Search(Verb):
     name, settings = "search", TINY_SEARCH
 
-    def more(self, at: Folders) -> list[list[str]]:
+    def more(self, folders: Folders) -> list[list[str]]:
         gradient = {"limit": 4, "test_limit": 1, "algorithm": "gradient", "curve": "free", "steps": 2, "minibatch_size": 2}
         with_text = {"text_weight": 1.0, "text_window": 16, "text_minibatch": 2}
         return [
@@ -289,36 +291,36 @@ class Search(Verb):
             flags(TINY_TASK | gradient | with_text),
         ]
 
-    def ends(self, at: Folders, said: Callable[[], str]) -> None:
+    def ends(self, folders: Folders, said: Callable[[], str]) -> None:
         settings = self.settings | GENERATED | {"fitness": "metric"}
-        assert verb(self.name, at.ends, *flags(settings), *self.into(at.out / "ends_v")) == 0, said()
-        assert outputs(at.out / "ends_v") == {"A"}
+        assert verb(self.name, folders.ends, *flags(settings), *self.into(folders.out / "ends_v")) == 0, said()
+        assert outputs(folders.out / "ends_v") == {"A"}
 
 
 class Compare(Verb):
     name, settings = "compare", TINY_TASK | {"test_limit": 1, "budget": 1, "repeats": 1, "channel_strings": 1}
 
-    def more(self, at: Folders) -> list[list[str]]:
-        text = at.out / "learnt.txt"  # else the model would write some
+    def more(self, folders: Folders) -> list[list[str]]:
+        text = folders.out / "learnt.txt"  # else the model would write some
         text.parent.mkdir(exist_ok=True)
         text.write_text("The boat left the port with salt and grain. " * 99)
-        of_method = {"router_steps": 1, "router_batch": 1, "text": text}
-        return [flags(self.settings | of_method | {"methods": (name,)}) for name in ("uniform", "moice", "hidden_channel")]
+        method_flags = {"router_steps": 1, "router_batch": 1, "text": text}
+        return [flags(self.settings | method_flags | {"methods": (name,)}) for name in ("uniform", "moice", "hidden_channel")]
 
-    def ends(self, at: Folders, said: Callable[[], str]) -> None:
+    def ends(self, folders: Folders, said: Callable[[], str]) -> None:
         settings = self.settings | GENERATED | {"methods": ("baseline",)}
-        assert verb(self.name, at.ends, *flags(settings), *self.into(at.out / "ends_c")) == 0, said()
-        assert outputs(at.out / "ends_c") == {"A"}
+        assert verb(self.name, folders.ends, *flags(settings), *self.into(folders.out / "ends_c")) == 0, said()
+        assert outputs(folders.out / "ends_c") == {"A"}
 
 
 class Export(Verb):
     name = "export"
     ends = "generates a fixed number of tokens"
 
-    def more(self, at: Folders) -> list[list[str]]:
-        at.out.mkdir(exist_ok=True)
-        lj.LayerFactors.uniform(1.3, 3).save(at.out / "factors.json")
-        return [flags({"factors": at.out / "factors.json"})]
+    def more(self, folders: Folders) -> list[list[str]]:
+        folders.out.mkdir(exist_ok=True)
+        lj.LayerFactors.uniform(1.3, 3).save(folders.out / "factors.json")
+        return [flags({"factors": folders.out / "factors.json"})]
 
 
 class Profile(Verb):
@@ -331,13 +333,13 @@ class Doctor(Verb):
     def into(self, folder: Path) -> list[str]:
         return []
 
-    def ends(self, at: Folders, said: Callable[[], str]) -> None:
-        assert verb(self.name, at.ends, "--num-tokens", 8) == 0
+    def ends(self, folders: Folders, said: Callable[[], str]) -> None:
+        assert verb(self.name, folders.ends, "--num-tokens", 8) == 0
         assert "'!'" in said()
 
 
 class Harness(Door):
-    """lm-evaluation-harness's model, where the harness is installed."""
+    """lm-evaluation-harness's model, if the harness is installed."""
 
     def model(self, folder: Path) -> Any:
         pytest.importorskip("lm_eval")
@@ -345,18 +347,18 @@ class Harness(Door):
 
         return LayerFactorsLM(pretrained=str(folder), dtype="float32")
 
-    def nan(self, at: Folders) -> None:
-        model = self.model(at.nan)
+    def nan(self, folders: Folders) -> None:
+        model = self.model(folders.nan)
         refused(NOT_FINITE, lambda: model._loglikelihood_tokens([(("a", "b"), [1], [2])], disable_tqdm=True))
         refused(NOT_FINITE, lambda: model.generate_until([request("ab")], disable_tqdm=True))
 
-    def ids(self, at: Folders) -> None:
-        model = self.model(at.few_rows)
+    def ids(self, folders: Folders) -> None:
+        model = self.model(folders.few_rows)
         refused(NO_EMBEDDING, lambda: model._loglikelihood_tokens([(("a", "b"), [1], [99])], disable_tqdm=True))
         refused(NO_EMBEDDING, lambda: model.generate_until([request("zz")], disable_tqdm=True))
 
-    def ends(self, at: Folders) -> None:
-        [text] = self.model(at.ends).generate_until([request("hello")], disable_tqdm=True)
+    def ends(self, folders: Folders) -> None:
+        [text] = self.model(folders.ends).generate_until([request("hello")], disable_tqdm=True)
         assert "A" in text and "B" not in text
 
 
@@ -365,7 +367,7 @@ def request(text: str) -> SimpleNamespace:
 
 
 class Settings(Door):
-    """Only holds settings: what reads them checks them."""
+    """Has only settings; their readers check them."""
 
     text = "is a record of settings"
 
@@ -404,7 +406,7 @@ def test_every_public_name_and_verb_is_here():
 
 
 @pytest.mark.parametrize(("name", "what"), FED)
-def test_it_refuses_or_does_as_all_do(name: str, what: str, folders: Folders, capfd):
+def test_all_doors_refuse_or_do_the_same(name: str, what: str, folders: Folders, capfd):
     def said() -> str:
         captured = capfd.readouterr()
         return captured.out + captured.err

@@ -136,12 +136,12 @@ def test_the_arguments_are_those_of_hf():
 
 
 @pytest.mark.parametrize(("name", "value", "meant"), TAKEN_VALUES)
-def test_it_is_taken(name: str, value: Any, meant: Any):
+def test_the_argument_is_accepted(name: str, value: Any, meant: Any):
     assert getattr(read_arguments({name: value}), name) == meant
 
 
 @pytest.mark.parametrize(("name", "value", "said"), REFUSED_VALUES)
-def test_it_is_refused_by_name(name: str, value: Any, said: str | None):
+def test_the_argument_is_refused_by_name(name: str, value: Any, said: str | None):
     if said is None:
         assert getattr(read_arguments({name: value}), name) is None
         return
@@ -214,7 +214,7 @@ CHATS: list[list[dict[str, str]]] = [
 
 
 @with_harness
-def test_the_template_gets_what_is_given_for_it(folder):
+def test_the_template_gets_its_arguments(folder):
     def rendered(chat: list[dict[str, str]], **arguments: Any) -> str:
         return model_of(folder, **arguments).apply_chat_template(chat)
 
@@ -288,7 +288,7 @@ def test_templates_by_name(folder):
 
 @pytest.fixture(scope="module")
 def thoughts(folder: Path) -> tuple[list[str], list[list[int]], str, int]:
-    """Prompts, the ids with which the model goes on, and what shall end its thoughts: a text, and an id."""
+    """Prompts, the ids that the model generates, and two ends of its thoughts: a text, and an id."""
     from lpes_jax.generation import generate_ids
     from lpes_jax.models.llama import load
 
@@ -298,7 +298,7 @@ def thoughts(folder: Path) -> tuple[list[str], list[list[int]], str, int]:
     ids = generate_ids(loaded.model, encoded, max_new_tokens=24, stop=loaded.stop_ids)
     texts = loaded.tokenizer.batch_decode(ids, skip_special_tokens=True)
     end = next(one for text in texts for one in text[3:-3] if one.isprintable() and one not in " \ufffd")
-    return prompts, ids, end, next(token for of_text in ids for token in of_text[6:-6] if token not in of_text[-6:])
+    return prompts, ids, end, next(token for row in ids for token in row[6:-6] if token not in row[-6:])
 
 
 @with_harness
@@ -308,14 +308,14 @@ def test_the_answer_is_what_follows_the_thoughts(folder, thoughts, kind):
     end = {"text": end_text, "id": end_id, "digits": str(end_id)}[kind]
     model = model_of(folder, think_end_token=end, enable_thinking=True)
 
-    def decoded(of_texts: list[list[int]]) -> list[str]:
-        return model.tokenizer.batch_decode(of_texts, skip_special_tokens=True)
+    def decoded(texts: list[list[int]]) -> list[str]:
+        return model.tokenizer.batch_decode(texts, skip_special_tokens=True)
 
     if kind == "text":
         expected = [text.rpartition(end_text)[2].lstrip() for text in decoded(ids)]
     else:
-        last = [max((at for at, token in enumerate(of_text) if token == end_id), default=-1) for of_text in ids]
-        expected = [text.lstrip() for text in decoded([of_text[at + 1 :] for of_text, at in zip(ids, last, strict=True)])]
+        last = [max((index for index, token in enumerate(row) if token == end_id), default=-1) for row in ids]
+        expected = [text.lstrip() for text in decoded([row[index + 1 :] for row, index in zip(ids, last, strict=True)])]
     assert model.generate_until(asked(*prompts), disable_tqdm=True) == expected != decoded(ids)
     # Stop texts end the answer, and not the thoughts.
     whole, answer = next(

@@ -32,7 +32,7 @@ def tokenizer(model_folder):
 def test_ids_without_an_embedding_are_refused_at_every_door(tiny_model, bad):
     said = f"the id {bad}, but the model's embedding has 300 rows, 0 to 299"
     for tokens in (jnp.array([[1, bad]]), np.array([[1, bad]]), [[bad]]):
-        with pytest.raises(lj.UserError, match=f"tokens hold {said}"):
+        with pytest.raises(lj.UserError, match=f"tokens contain {said}"):
             lj.logits(tiny_model, tokens)
     with pytest.raises(lj.UserError, match=said):
         generate_ids(tiny_model, [[1], [2, bad]], max_new_tokens=1)
@@ -77,7 +77,7 @@ def test_factors_that_do_not_fit(tiny_model, tokenizer, factors, granularity, sa
             lj.generate(tiny_model, tokenizer, "hello", factors)
 
 
-def test_one_factor_never_stands_for_all_layers_of_a_table(tiny_config):
+def test_one_factor_is_never_used_for_all_layers_of_a_table(tiny_config):
     table = tiny_config.rope_table(8).inv_freq
     with pytest.raises(lj.UserError, match="1 layers of factors, but the table has 3"):
         lj.scale_layers(table, jnp.ones(1))
@@ -120,12 +120,12 @@ def test_counts_below_one(tiny_model, tokenizer, model_folder, tmp_path, count):
         text_windows(None, tiny_model, tokenizer, seed=0, length=count)
     with pytest.raises(lj.UserError, match="num_layers must be at least 1"):
         lj.bezier(jnp.array([[0.0, 1.0], [1.0, 1.0]]), count)
-    of_search = ("control_points", "population_chunk", "max_evaluations", "test_limit")
-    of_comparison = ("router_batch", "router_steps", "repeats", "budget", "test_limit")
+    search_names = ("control_points", "population_chunk", "max_evaluations", "test_limit")
+    comparison_names = ("router_batch", "router_steps", "repeats", "budget", "test_limit")
     verbs = [
-        (lj.run_search, lj.SearchSettings, of_search),
+        (lj.run_search, lj.SearchSettings, search_names),
         (lj.run_evaluation, lj.EvaluateSettings, ()),
-        (run_comparison, CompareSettings, of_comparison),
+        (run_comparison, CompareSettings, comparison_names),
     ]
     for run, settings, names in verbs:
         for name in ("max_new_tokens", "batch_size", "limit", *names):

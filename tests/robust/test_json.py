@@ -90,10 +90,10 @@ LEAVES = st.none() | st.booleans() | NUMBERS | st.sampled_from(["", "a", "0.5", 
 JSON = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=4))
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+def paths_to_parts(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """The ways to all parts of a record."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [path, *(way for key, part in inner for way in places(part, (*path, key)))]
+    return [path, *(way for key, part in inner for way in paths_to_parts(part, (*path, key)))]
 
 
 @st.composite
@@ -101,7 +101,7 @@ def damaged(draw: st.DrawFn, record: Any) -> Any:
     """The record with one to three of its parts replaced by any JSON, or taken out; or any JSON in its place."""
     record = copy.deepcopy(record)
     for _ in range(draw(st.integers(1, 3))):
-        *way, last = draw(st.sampled_from(places(record)[1:])) if places(record)[1:] else ("whole",)
+        *way, last = draw(st.sampled_from(paths_to_parts(record)[1:])) if paths_to_parts(record)[1:] else ("whole",)
         if last == "whole" or draw(st.integers(0, 19)) == 0:
             return draw(JSON)
         holder = record
@@ -353,13 +353,13 @@ def test_the_sweep_of_uniform_factors(tmp_path, record):
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory, model_folder) -> SearchSettings:
-    of_run = SearchSettings.of(
+    settings = SearchSettings.of(
         model=str(model_folder), output_path=tmp_path_factory.mktemp("json") / "run", num_pairs=3, key_length=1, limit=2,
         test_limit=2, positions=(0, 100), control_points=2, population_size=3, parents=2, mutations=2, crossovers=1,
         generations=1, uniform_candidates=2,
     )  # fmt: skip
-    run_search(of_run)
-    return of_run
+    run_search(settings)
+    return settings
 
 
 def line_changed(**changes: Any) -> Callable[[Path], None]:

@@ -95,7 +95,7 @@ def test_generated_pairs_do_so_where_keys_are_short():
 # Documents
 
 
-def test_documents_that_hold_the_answer_and_golds_of_which_nothing_is_left(tmp_path):
+def test_documents_that_contain_the_answer_and_golds_of_which_nothing_is_left(tmp_path):
     rows = [
         mdqa("one", ["Paris"], "London lies on the Thames", "Rome"),
         mdqa("two", ["Paris"], "from Paris, with love", "Rome"),
@@ -118,7 +118,7 @@ def test_documents_that_hold_the_answer_and_golds_of_which_nothing_is_left(tmp_p
     assert [prompt.answers for prompt in empty] == [(" The",), (" *", " Rome"), (" Rome",)]  # none is blank
 
 
-def test_drawn_documents_never_hold_the_answer(tmp_path):
+def test_drawn_documents_never_contain_the_answer(tmp_path):
     rows = [mdqa(f"question {number}", [f"answer {'twin' if number % 3 else number}"]) for number in range(40)]
     path = write(tmp_path / "mdqa.jsonl", *rows)
     for queries in (1, 2):
@@ -253,7 +253,7 @@ def test_a_chat_keeps_what_was_found(tmp_path):
 
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Ten questions of which two hold their answer twice and two ask for nothing, in both splits."""
+    """Ten questions of which two contain their answer twice and two ask for nothing, in both splits."""
     rows = []
     for number in range(10):
         answers = ["*"] if number % 5 == 3 else [f"x{number:02d}"]

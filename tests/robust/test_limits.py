@@ -1,4 +1,4 @@
-"""Sizes that cannot be: every number of every verb has bounds, and what is out of them is one line before anything opens."""
+"""Impossible sizes: every number of every verb has bounds, and a number out of bounds is one line before any model opens."""
 
 import math
 from copy import copy
@@ -50,14 +50,14 @@ def verbs() -> dict[str, Any]:
 VERB_SETTINGS = verbs()
 
 
-def numeric(of: Any) -> list[tuple[str, type]]:
-    return [(name, kind) for name, kind in numbers_of(of).items() if name not in BY_THEIR_SUM]
+def numeric(settings_class: Any) -> list[tuple[str, type]]:
+    return [(name, kind) for name, kind in numbers_of(settings_class).items() if name not in BY_THEIR_SUM]
 
 
 def test_every_number_of_every_verb_and_of_the_settings_in_python_has_bounds():
     assert VERB_SETTINGS.keys() == cli.VERBS.keys()
     classes = [*map(type, VERB_SETTINGS.values()), HostSettings, Lattice, *CLASSES.values()]
-    named = {name for of in classes for name, _ in numeric(of)}
+    named = {name for settings_class in classes for name, _ in numeric(settings_class)}
     assert named == BOUNDS.keys(), "a field without bounds, or bounds without a field"
     assert all(bound.least < bound.most < math.inf for bound in BOUNDS.values())
 
@@ -176,7 +176,7 @@ def test_presets_are_within_bounds(name):
 
 
 def test_values_of_another_kind_are_refused():
-    for of, name, value in (
+    for group, name, value in (
         (SearchSettings().questions, "limit", "5"),
         (SearchSettings().questions, "limit", 2.5),
         (SearchSettings().questions, "limit", True),
@@ -184,10 +184,10 @@ def test_values_of_another_kind_are_refused():
         (SearchSettings().questions, "limit", 10**5000),
         (EvaluateSettings().questions, "positions", (0, "50")),
     ):
-        of = copy(of)  # groups of the defaults are shared
-        object.__setattr__(of, name, value)  # past the types that the tests check
+        group = copy(group)  # groups of the defaults are shared
+        object.__setattr__(group, name, value)  # past the types that the tests check
         with pytest.raises(UserError, match=f"{flag_of(name)} must be a") as refused:
-            check_bounds(of)
+            check_bounds(group)
         assert len(str(refused.value)) < 150
 
 
@@ -213,7 +213,7 @@ def test_names_that_no_file_can_have_are_one_line(command, flag, capfd):
     assert line.startswith(f"error: {flag} ") and len(line) < 200
 
 
-def test_the_same_in_python():
+def test_names_that_no_file_can_have_are_one_line_in_python():
     for name in (LONG, "a\0b", "~nobody-of-this-name/x"):
         with pytest.raises(UserError) as refused:
             resolve(name)
@@ -225,19 +225,19 @@ FLOATS = st.floats(allow_nan=True, allow_infinity=True)
 INTEGERS = st.integers(-(10**25), 10**25) | st.integers(-3, 300)
 
 
-def changed(of: Any, data: st.DataObject) -> Any:
+def changed(flags: Any, data: st.DataObject) -> Any:
     """Settings with some numbers drawn at random, those of tuples too."""
-    names = list(numbers_of(type(of)).items())
+    names = list(numbers_of(type(flags)).items())
     for name, kind in data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=4, unique=True)):
         value = data.draw(FLOATS if kind is float else INTEGERS, label=name)
-        of = of.replace(**{name: (value,) if isinstance(of.flat()[name], tuple) else value})
-    return of
+        flags = flags.replace(**{name: (value,) if isinstance(flags.flat()[name], tuple) else value})
+    return flags
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_random_numbers_pass_each_check_or_are_refused_in_one_line(data):
-    of, checked = data.draw(
+    drawn, checked = data.draw(
         st.sampled_from(
             [
                 (SearchSettings(), check),
@@ -255,6 +255,6 @@ def test_random_numbers_pass_each_check_or_are_refused_in_one_line(data):
         )
     )
     try:
-        checked(changed(of, data))
+        checked(changed(drawn, data))
     except UserError as error:
         assert "\n" not in str(error) and len(str(error)) < 400

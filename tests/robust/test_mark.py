@@ -1,4 +1,4 @@
-"""A model that holds factors already says so everywhere, and takes none a second time, by whatever door they come."""
+"""A model that already contains factors says so everywhere, and every verb and function refuses more."""
 
 import json
 import sys
@@ -48,7 +48,7 @@ def folded(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture(scope="module")
 def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A .gguf file that holds gains; factors for it lie beside it."""
+    """A .gguf file that contains gains, and factors for it."""
     folder = tmp_path_factory.mktemp("patched")
     patch_gguf(write_model(folder / "m.gguf", context_length=2048), folder / "m-lpes.gguf", OF_GGUF)
     OF_GGUF.save(folder / "f.json")
@@ -57,7 +57,9 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def refused(call: Any, *arguments: Any, **more: Any) -> None:
-    with pytest.raises(lj.UserError, match=f"the model already holds factors of sha256 {GAINS.sha256[:8]}.*; use") as refusal:
+    with pytest.raises(
+        lj.UserError, match=f"the model already contains factors of sha256 {GAINS.sha256[:8]}.*; use"
+    ) as refusal:
         call(*arguments, **more)
     assert "\n" not in str(refusal.value)
 
@@ -91,7 +93,7 @@ def test_every_verb(request, form, sha256, capsys, monkeypatch):
     def says_no(verb: str, *arguments: str) -> None:
         assert run(verb, *arguments) == 2
         said = capsys.readouterr().err.strip().splitlines()
-        assert len(said) == 1 and f"the model already holds factors of sha256 {sha256[:8]}" in said[0], said
+        assert len(said) == 1 and f"the model already contains factors of sha256 {sha256[:8]}" in said[0], said
         assert not (folder.parent / "out").exists()
 
     given = ["--factors", "f.json", "--output-path", "out"]
@@ -113,13 +115,15 @@ def test_every_verb(request, form, sha256, capsys, monkeypatch):
 
 
 def test_a_folder_with_code_of_its_own(model_folder, tmp_path, capsys):
-    """lpes_jax does not run modeling_lpes.py: it names the mark, and not the unknown type of model alone."""
+    """lpes_jax does not run modeling_lpes.py: it names the mark, and not only the unknown type of model."""
     found = lj.LayerFactors(np.array([1.0, 1.5, 2.0]), gains=GAINS.gains)
     found.save(tmp_path / "f.json")
     paths = {"factors": tmp_path / "f.json", "output_path": tmp_path / "coded"}
     coded = run_export(ExportSettings.of(model=str(model_folder), **paths, no_self_test=True))
     capsys.readouterr()
-    holds = f"the model already holds factors of sha256 {found.sha256[:8]} (gains in query weights, rates in modeling_lpes.py)"
+    holds = (
+        f"the model already contains factors of sha256 {found.sha256[:8]} (gains in query weights, rates in modeling_lpes.py)"
+    )
     for verb in VERBS:
         more = [] if verb == "doctor" else ["--output-path", str(tmp_path / "out")]
         more += ["--factors", str(tmp_path / "f.json")] if verb == "export" else []
@@ -134,7 +138,7 @@ def test_a_folder_with_code_of_its_own(model_folder, tmp_path, capsys):
     from lpes_jax.torch import apply_layer_factors
 
     model = AutoModelForCausalLM.from_pretrained(coded, trust_remote_code=True)
-    with pytest.raises(ValueError, match=f"the model already holds factors .sha256 {found.sha256[:8]}."):
+    with pytest.raises(ValueError, match=f"the model already contains factors .sha256 {found.sha256[:8]}."):
         apply_layer_factors(model, GAINS)
 
 
@@ -153,7 +157,7 @@ def test_the_hook(folded):
 
     reference = AutoModelForCausalLM.from_pretrained(folded)
     for given in (GAINS, None):
-        with pytest.raises(ValueError, match=f"the model already holds factors .sha256 {GAINS.sha256[:8]}."):
+        with pytest.raises(ValueError, match=f"the model already contains factors .sha256 {GAINS.sha256[:8]}."):
             apply_layer_factors(reference, given)
 
 

@@ -1,4 +1,4 @@
-"""Output folders: what cannot be written shows before anything is computed, and no run is lost to another."""
+"""Output folders: an unwritable folder is refused before anything is computed, and no run overwrites another."""
 
 import os
 from pathlib import Path

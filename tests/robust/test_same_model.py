@@ -1,4 +1,4 @@
-"""Factors know their model: what differs is refused by name and both values, at every door; other weights are a warning."""
+"""Factors know their model: every verb refuses a difference, naming the entry and both values; other weights are a warning."""
 
 import json
 import re
@@ -44,7 +44,7 @@ def found(config: LlamaConfig, tokenizer: Any = None, **more: Any) -> LayerFacto
 
 
 def as_first_release(factors: LayerFactors) -> LayerFactors:
-    """The same with what the first release recorded."""
+    """The same with the record of the first release."""
     kept = ("name", "num_layers", "sha256")
     return replace(factors, model={name: factors.model[name] for name in kept})
 
@@ -145,7 +145,7 @@ def test_two_ropes_of_one_type(tiny_config, name):
 
 
 def test_the_rope_of_llama_3_from_a_folder_and_from_a_gguf_file(tiny_config):
-    """A GGUF file has what the rule gives: divisors of the frequencies, in float32."""
+    """A GGUF file has the result of the rule: divisors of the frequencies, in float32."""
     from lpes_jax.rope import inverse_frequencies
 
     keys = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
@@ -377,7 +377,7 @@ def test_a_search_records_its_model_and_takes_anothers_start_where_that_is_asked
         check_model(new, load(str(folders["own"]), "float32").model.config)
 
 
-def test_python_has_a_keyword_for_it(folders, factors_file):
+def test_python_has_a_keyword_for_another_model(folders, factors_file):
     factors, tokens = LayerFactors.load(factors_file), jnp.array([[1, 2, 3]], jnp.int32)
     own, other = (lj.load_model(str(folders[name]), "float32") for name in ("own", "rope"))
     assert lj.logits(own, tokens, factors).shape == (1, 3, 300)
@@ -394,7 +394,7 @@ def test_python_has_a_keyword_for_it(folders, factors_file):
 
 
 def test_inside_of_a_jitted_step_of_ones_own(tiny_model, tiny_config):
-    """RoPE kinds are compared at tracing, where they are written down in two ways."""
+    """RoPE kinds that are written in two ways are also compared while JAX traces."""
     one, other = SAME["yarn with its factor worked out"]
     model = nnx.clone(tiny_model)
     model.config = replace(tiny_config, rope=other)

@@ -26,7 +26,7 @@ POINTS = [[0, 1.0], [1.5, 1.2], [3, 0.8], [5, 1.9]]
 
 
 def found(path: Path, points: Any = None, factors: Any = None, **curve: Any) -> Path:
-    """A factors.json with these control points, which need not be what a search would write."""
+    """A factors.json with these control points, which a search need not be able to write."""
     record = {"format": "lpes-factors/1", "factors": [1.1] * 6 if factors is None else factors}
     if points is not None:
         record["curve"] = {"type": "bezier", "control_points": points, "layers": [0, 5]} | curve

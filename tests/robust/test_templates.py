@@ -153,7 +153,7 @@ def test_a_template_may_look_at_each_character():
 
 
 def tokenizer_of(template: object, folder: Path | None = None) -> PreTrainedTokenizerFast:
-    """Bytes for tokens; written to a folder and read again where that is given, as a model's would be."""
+    """Bytes for tokens; if a folder is given, written there and read again, like a model's."""
     made = byte_tokenizer(["<s>"])
     if folder is None:
         made.chat_template = template

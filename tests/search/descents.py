@@ -14,17 +14,19 @@ def looks_of(pieces, settings: GradientSettings, text: TextSettings = NO_TEXT, *
     seen: list[Look] = []
     best = descend(
         model, train, more.pop("held_back", held_back), parameters, apply, settings, text, project=project,
-        on_look=lambda look, state: seen.append(look), **more,
+        on_look=lambda measured, state: seen.append(measured), **more,
     )  # fmt: skip
     return seen, best
 
 
 def haystacks(sizes: list[int], seed: int = 0) -> list[EncodedPrompt]:
-    """So many questions about each haystack, with one or two answers; each is a prompt."""
+    """`sizes[i]` questions about haystack i, with one or two answers; each is a prompt."""
     rng = np.random.default_rng(seed)
 
     def ids(length: int) -> list[int]:
         return rng.integers(1, 250, length).tolist()
 
-    bodies = [(ids(62 + at), size) for at, size in enumerate(sizes)]
-    return [EncodedPrompt(body + ids(4), [ids(2) for _ in range(1 + at % 2)]) for body, size in bodies for at in range(size)]
+    bodies = [(ids(62 + index), size) for index, size in enumerate(sizes)]
+    return [
+        EncodedPrompt(body + ids(4), [ids(2) for _ in range(1 + index % 2)]) for body, size in bodies for index in range(size)
+    ]

@@ -46,14 +46,22 @@ def history_of(folder: Path) -> list[dict]:
 def prompts_of(seed: int, count: int = 6) -> list[EncodedPrompt]:
     rng = np.random.default_rng(seed)
     return [
-        EncodedPrompt(rng.integers(1, 250, 20 + 3 * at).tolist(), [rng.integers(1, 250, 2).tolist()]) for at in range(count)
+        EncodedPrompt(rng.integers(1, 250, 20 + 3 * index).tolist(), [rng.integers(1, 250, 2).tolist()])
+        for index in range(count)
     ]
 
 
-@pytest.mark.parametrize("algorithm", ["ga", "gradient", pytest.param("cma_es", marks=pytest.mark.long)])
-def test_searches_of_gains_and_of_both(model_folder, tmp_path, algorithm, capsys):
+@pytest.mark.parametrize(
+    ("algorithm", "learns"),
+    [
+        ("ga", ("gains", "both")),
+        ("gradient", ("both",)),
+        *(pytest.param(algorithm, ("gains", "both"), marks=pytest.mark.long) for algorithm in ("cma_es", "gradient")),
+    ],
+)
+def test_searches_of_gains_and_of_both(model_folder, tmp_path, algorithm, learns, capsys):
     command = ["--model", str(model_folder), *SMALL, *ALGORITHMS[algorithm].split()]
-    for learn in ("gains", "both"):
+    for learn in learns:
         run = tmp_path / learn
         assert main([*command, "--learn", learn, "--output-path", str(run)]) == 0, capsys.readouterr().err
         history, found = history_of(run), LayerFactors.load(run / "factors.json")
@@ -105,7 +113,7 @@ def test_searches_of_gains_and_of_both(model_folder, tmp_path, algorithm, capsys
 
 
 def test_a_frequency_may_stand_still(model_folder, tmp_path, capsys):
-    """Multipliers whose box ends in 0, one row for all layers: some reach it, and the file holds them."""
+    """Multipliers whose box ends in 0, one row for all layers: some reach it, and the file has them."""
     command = ["--model", str(model_folder), *SMALL, "--algorithm", "gradient", "--curve", "shared", "--learn", "both"]
     command += "--parameter multiplier --min-factor 0 --initial-factor 0 --steps 2 --look-every 1 --minibatch-size 3".split()
     assert main([*command, "--output-path", str(tmp_path / "run")]) == 0, capsys.readouterr().err
@@ -193,13 +201,13 @@ def test_gradients_of_both_are_those_of_finite_differences(tiny_model, tiny_conf
         assert gradient.keys() == {"y", "g"}
         largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(gradient))
         for name in gradient:
-            for at in range(3):
+            for index in range(3):
 
-                def shifted(by: float, name: str = name, at: int = at) -> float:
-                    return float(loss(parameters | {name: parameters[name].at[at].add(by * 1e-6)}))
+                def shifted(by: float, name: str = name, index: int = index) -> float:
+                    return float(loss(parameters | {name: parameters[name].at[index].add(by * 1e-6)}))
 
                 numeric = (8 * (shifted(1) - shifted(-1)) - (shifted(2) - shifted(-2))) / 12e-6
-                assert float(gradient[name][at]) == pytest.approx(numeric, rel=1e-5, abs=1e-6 * largest) and numeric != 0
+                assert float(gradient[name][index]) == pytest.approx(numeric, rel=1e-5, abs=1e-6 * largest) and numeric != 0
 
 
 def test_a_descent_in_gains_is_that_of_temperatures_in_the_weights(tiny_model, tiny_config):
@@ -220,7 +228,7 @@ def test_a_descent_in_gains_is_that_of_temperatures_in_the_weights(tiny_model, t
          lambda p: {"g": jnp.clip(p["g"], 0.2, 4.0)}),
     ):  # fmt: skip
         descend(tiny_model, train, held_back, start, apply, steps, TextSettings(), project=into_box, seed=0,
-                on_look=lambda look, _, seen=looks[name]: seen.append(look))  # fmt: skip
+                on_look=lambda measured, _, seen=looks[name]: seen.append(measured))  # fmt: skip
     for one, other in zip(*looks.values(), strict=True):
         assert one.loss == pytest.approx(other.loss, rel=1e-4) and one.accuracies == other.accuracies
         np.testing.assert_allclose(one.parameters["g"], other.parameters["g"], atol=2e-4)

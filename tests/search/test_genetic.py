@@ -350,7 +350,7 @@ def test_scan_python_loop_and_vmap_over_seeds_agree():
 
 
 @pytest.mark.parametrize(("mutations", "crossovers", "parents"), [(0, 3, 2), (5, 0, 1)])
-def test_one_operator_alone(mutations, crossovers, parents):
+def test_a_single_operator(mutations, crossovers, parents):
     ga, params = make(12, population_size=2, mutations=mutations, crossovers=crossovers, parents=parents)
     _, state = start(ga, params)
     candidates, state = ga.ask(KEY, state, params)

@@ -42,7 +42,7 @@ CLOSE = ("log_likelihood", "task_losses", "fitness")
 
 
 def histories(folder: Path) -> dict[str, list[dict]]:
-    """The lines of each run's history, without seconds and without what follows from the rest."""
+    """The lines of each run's history, without seconds and derived entries."""
     loaded, found = load("tiny-retriever", "float32"), {}
     for name, changes in RUNS.items():
         settings = SearchSettings.of(**SMALL | changes, output_path=folder / name)

@@ -1,4 +1,4 @@
-"""Gradient search: the gradient itself against finite differences, what a descent keeps, and whole searches with it."""
+"""Gradient search: the gradient against finite differences, the result of a descent, and whole searches."""
 
 import json
 import math
@@ -12,16 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from descents import haystacks, looks_of
+from test_loop import Analytic, scored_as
 
 from lpes_jax.errors import UserError
 from lpes_jax.factors import LayerFactors
 from lpes_jax.models.llama import Llama
 from lpes_jax.rope import RopeTable
+from lpes_jax.search import loop
 from lpes_jax.search.algorithms import between_families, box_parameters, factors_applied
 from lpes_jax.search.checks import check
 from lpes_jax.search.gradient import answer_loss, descend, initial_state, text_loss
 from lpes_jax.search.loop import SearchResult, search
-from lpes_jax.search.minibatches import Data, pack, prompts_of_a_tree, shared_trees
+from lpes_jax.search.minibatches import Data, pack, prompts_per_group, shared_groups
 from lpes_jax.search.plain_text import text_windows
 from lpes_jax.search.settings import lattice_of, search_space
 from lpes_jax.search.space import Space
@@ -44,6 +46,7 @@ SMALL = {
     "minibatch_size": 3,
 }
 SIZES = {"minibatch_size": 6, "learning_rate": 0.003}
+loss_of, text_loss_of = jax.jit(answer_loss), jax.jit(text_loss)  # one program each, not one per operation
 
 
 def prompts_of(seed: int, count: int = 6) -> list[EncodedPrompt]:
@@ -53,7 +56,7 @@ def prompts_of(seed: int, count: int = 6) -> list[EncodedPrompt]:
     def ids(length: int) -> list[int]:
         return rng.integers(1, 250, length).tolist()
 
-    return [EncodedPrompt(ids(20 + 3 * at), [ids(2 + at % 2) for _ in range(1 + at % 2)]) for at in range(count)]
+    return [EncodedPrompt(ids(20 + 3 * index), [ids(2 + index % 2) for _ in range(1 + index % 2)]) for index in range(count)]
 
 
 def run(settings: SearchSettings, model: Llama, tokenizer) -> tuple[list[dict], SearchResult]:
@@ -99,26 +102,26 @@ def test_gradient_equals_finite_differences_in_float64(tiny_model, tiny_config, 
         gradient = jax.jit(jax.grad(loss))(parameters)
         checked = 0
         for name, value in parameters.items():
-            for at in np.ndindex(value.shape):
-                if name == "x" and at[0] in (0, 2):
+            for index in np.ndindex(value.shape):
+                if name == "x" and index[0] in (0, 2):
                     continue  # the ends are put back after each step
                 step = 1e-6
 
-                def shifted(by: float, name=name, at=at) -> float:
-                    moved = parameters | {name: parameters[name].at[at].add(by)}
+                def shifted(by: float, name=name, index=index) -> float:
+                    moved = parameters | {name: parameters[name].at[index].add(by)}
                     return float(loss(moved))
 
                 # Fourth-order central difference.
                 numeric = (8 * (shifted(step) - shifted(-step)) - (shifted(2 * step) - shifted(-2 * step))) / (12 * step)
                 largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(gradient))
-                assert float(gradient[name][at]) == pytest.approx(numeric, rel=1e-6, abs=1e-6 * largest)
+                assert float(gradient[name][index]) == pytest.approx(numeric, rel=1e-6, abs=1e-6 * largest)
                 checked += 1
         assert checked >= 3 and largest > 1e-3
 
 
 @pytest.fixture(scope="module")
 def pieces(tiny_model, tiny_config):
-    """A descent on random prompts: data, parameters, and what applies them."""
+    """A descent on random prompts: data, parameters, and `apply`."""
     settings = SearchSettings.of(curve="free", min_factor=0.9, max_factor=1.2)
     space = search_space(settings, tiny_config, range(3))
     parameters, project, values = box_parameters(settings.gradient, space)
@@ -129,13 +132,13 @@ def pieces(tiny_model, tiny_config):
 def test_descent_lowers_the_loss_stays_in_the_box_and_keeps_the_best_look(pieces):
     model, train, _, parameters, apply, _ = pieces
     looks, best = looks_of(pieces, GradientSettings(**SIZES, steps=12, look_every=3), held_back=train)
-    assert [look.step for look in looks] == [0, 3, 6, 9, 12]
-    assert best.loss == min(look.loss for look in looks) < looks[0].loss - 0.01
-    for look in looks:
-        assert (look.parameters["y"] >= 0.9).all() and (look.parameters["y"] <= 1.2).all()
-        assert look.loss == pytest.approx(look.task_losses[0]) and 0 <= look.accuracies[0] <= 1
+    assert [measured.step for measured in looks] == [0, 3, 6, 9, 12]
+    assert best.loss == min(measured.loss for measured in looks) < looks[0].loss - 0.01
+    for measured in looks:
+        assert (measured.parameters["y"] >= 0.9).all() and (measured.parameters["y"] <= 1.2).all()
+        assert measured.loss == pytest.approx(measured.task_losses[0]) and 0 <= measured.accuracies[0] <= 1
     # The loss of a look is the weighted mean of -log p, here against the objective that steps see.
-    assert looks[0].loss == pytest.approx(float(answer_loss(model, train.tasks[0], apply(model, parameters)[1])), rel=1e-5)
+    assert looks[0].loss == pytest.approx(float(loss_of(model, train.tasks[0], apply(model, parameters)[1])), rel=1e-5)
 
 
 def test_patience_ends_early_and_a_resumed_descent_is_the_uninterrupted_one(pieces):
@@ -144,18 +147,18 @@ def test_patience_ends_early_and_a_resumed_descent_is_the_uninterrupted_one(piec
     states = []
     model, train, held_back, parameters, apply, project = pieces
 
-    def stop(look, state):
+    def stop(measured, state):
         states.append(state)
-        if look.step == 4:
+        if measured.step == 4:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         descend(model, train, held_back, parameters, apply, settings, TextSettings(), project=project, on_look=stop)
     rest, resumed_best = looks_of(pieces, settings, resume=states[-1])
-    assert [look.step for look in rest] == [6, 8]
-    assert [look.loss for look in rest] == [look.loss for look in whole[3:]] and resumed_best.loss == best.loss
+    assert [measured.step for measured in rest] == [6, 8]
+    assert [measured.loss for measured in rest] == [measured.loss for measured in whole[3:]] and resumed_best.loss == best.loss
     stuck, _ = looks_of(pieces, settings.replace(learning_rate=1e-12, patience=1))
-    assert [look.step for look in stuck] == [0, 2]
+    assert [measured.step for measured in stuck] == [0, 2]
     like = initial_state(parameters, 1)  # the structure in which a state is read again
     assert all(jax.tree.structure(state) == jax.tree.structure(like) for state in states) and math.isnan(like.best.loss)
 
@@ -164,41 +167,48 @@ def test_weights_are_in_the_loss_or_in_the_draws(pieces):
     model, _, held_back, parameters, apply, project = pieces
     prompts = prompts_of(4)
     never = pack(prompts, [0.0, 0.0, 0.5, 0.0, 0.5, 0.5])
-    alone = pack([prompts[2], prompts[4], prompts[5]], [1.0, 1.0, 1.0])
+    separate = pack([prompts[2], prompts[4], prompts[5]], [1.0, 1.0, 1.0])
     table = apply(model, parameters)[1]
-    assert float(answer_loss(model, never, table)) == pytest.approx(float(answer_loss(model, alone, table)), rel=1e-5)
+    assert float(loss_of(model, never, table)) == pytest.approx(float(loss_of(model, separate, table)), rel=1e-5)
     # Prompts that are never drawn: three remain, and a minibatch is three.
     by_draws, _ = looks_of(
         (model, Data([never]), held_back, parameters, apply, project),
         GradientSettings(minibatch_size=3, steps=1, look_every=1, weights_in="sampling"),
     )
-    assert by_draws[1].train_loss == pytest.approx(float(answer_loss(model, alone, table)), rel=1e-5)
+    assert by_draws[1].train_loss == pytest.approx(float(loss_of(model, separate, table)), rel=1e-5)
 
 
 def test_prompts_that_are_alike_are_grouped_where_that_halves_the_cost(tiny_config):
-    assert [prompts_of_a_tree(size) for size in (1, 2, 4, 8, 16, 24)] == [0, 1, 2, 4, 4, 6]
+    assert [prompts_per_group(size) for size in (1, 2, 4, 8, 16, 24)] == [0, 1, 2, 4, 4, 6]
     prompts = haystacks([5, 7, 3])
-    assert shared_trees(prompts, tiny_config, 4) == [[0, 1, 2], [3, 4], [5, 6, 7, 8], [9, 10, 11], [12, 13, 14]]
-    mixed = [prompts[at] for at in (5, 0, 6, 1, 7, 2)]
-    assert shared_trees(mixed, tiny_config, 4) == [[0, 2, 4], [1, 3, 5]]
-    # Trees of two halve nothing, and neither do prompts that are alike up to their middle.
-    assert shared_trees(prompts[:4], tiny_config, 2) == shared_trees(haystacks([1] * 4), tiny_config, 4) == [[0], [1], [2], [3]]
-    half = [EncodedPrompt(p.ids[:32] + [at] * 32, p.answers) for at, p in enumerate(prompts[:4])]
-    assert shared_trees(half, tiny_config, 4) == [[0], [1], [2], [3]]
+    assert shared_groups(prompts, tiny_config, 4) == [[0, 1, 2], [3, 4], [5, 6, 7, 8], [9, 10, 11], [12, 13, 14]]
+    mixed = [prompts[index] for index in (5, 0, 6, 1, 7, 2)]
+    assert shared_groups(mixed, tiny_config, 4) == [[0, 2, 4], [1, 3, 5]]
+    # Groups of two halve nothing, and neither do prompts that are alike up to their middle.
+    assert (
+        shared_groups(prompts[:4], tiny_config, 2) == shared_groups(haystacks([1] * 4), tiny_config, 4) == [[0], [1], [2], [3]]
+    )
+    half = [EncodedPrompt(p.ids[:32] + [index] * 32, p.answers) for index, p in enumerate(prompts[:4])]
+    assert shared_groups(half, tiny_config, 4) == [[0], [1], [2], [3]]
     # Two prompts a question: the border between questions goes where no haystack is cut.
     questions = haystacks([6, 6, 4])
     assert [between_families(questions, 2, border) for border in (2, 3, 4, 5, 6, 7)] == [3, 3, 3, 6, 6, 6]
     assert between_families(haystacks([16]), 2, 6) == 6
 
 
-def test_loss_and_gradient_of_shared_prompts_are_those_of_prompts_alone(tiny_model, tiny_config):
+def test_loss_and_gradient_of_shared_prompts_are_those_of_separate_prompts(tiny_model, tiny_config):
     prompts = haystacks([3, 4])
-    trees = shared_trees(prompts, tiny_config, 4)
-    assert trees == [[0, 1, 2], [3, 4, 5, 6]]
+    groups = shared_groups(prompts, tiny_config, 4)
+    assert groups == [[0, 1, 2], [3, 4, 5, 6]]
     weights = np.random.default_rng(1).uniform(0.1, 1, 7).tolist()
-    both = pack(prompts, weights, trees), pack(prompts, weights)
+    both = pack(prompts, weights, groups), pack(prompts, weights)
     assert both[0].batch.groups.tokens.size < both[1].batch.groups.tokens.size / 2
-    assert [it.trees_a_step(4) for it in both] == [1, 4] and [it.trees_a_step(6) for it in both] == [2, 6]
+    assert [examples.groups_per_step(4) for examples in both] == [1, 4] and [
+        examples.groups_per_step(6) for examples in both
+    ] == [
+        2,
+        6,
+    ]
     with jax.enable_x64(True):
         model = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), tiny_model)
         own = tiny_config.rope_table(96)
@@ -209,9 +219,9 @@ def test_loss_and_gradient_of_shared_prompts_are_those_of_prompts_alone(tiny_mod
             inv_freq = own.inv_freq.astype(factors.dtype) / factors[:, None, None]
             return answer_loss(model, examples, RopeTable(inv_freq, own.attention_scaling.astype(factors.dtype)))
 
-        shared, alone = (loss(model, it, jnp.array([1.0, 1.2, 1.5])) for it in both)
-        jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-9), shared, alone)
-        assert float(jnp.abs(alone[1]).max()) > 1e-2
+        shared, separate = (loss(model, examples, jnp.array([1.0, 1.2, 1.5])) for examples in both)
+        jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-9), shared, separate)
+        assert float(jnp.abs(separate[1]).max()) > 1e-2
 
 
 def test_search_with_shared_prompts_holds_whole_haystacks_back(guesser, tokenizer, tmp_path):
@@ -229,15 +239,15 @@ def test_text_term_penalty_and_gate(pieces):
     text = jnp.asarray(np.random.default_rng(0).integers(1, 250, (4, 40)), jnp.int32)
     with_text = (model, Data(train.tasks, text), Data(held_back.tasks, text), parameters, apply, project)
     settings = GradientSettings(**SIZES, steps=4, look_every=2)
-    of_text = TextSettings(text_weight=2.0, text_minibatch=2, max_text_loss_rise=0.0)
-    looks, best = looks_of(with_text, settings, of_text, penalty=lambda p: 0.5 * jnp.square(p["y"] - 1).mean())
-    plain = float(text_loss(model, text, apply(model, parameters)[1]))
+    text_settings = TextSettings(text_weight=2.0, text_minibatch=2, max_text_loss_rise=0.0)
+    looks, best = looks_of(with_text, settings, text_settings, penalty=lambda p: 0.5 * jnp.square(p["y"] - 1).mean())
+    plain = float(text_loss_of(model, text, apply(model, parameters)[1]))
     assert looks[0].text_loss == pytest.approx(plain, rel=1e-5)
-    for look in looks:
-        distance = 0.5 * float(jnp.square(look.parameters["y"] - 1).mean())
-        assert look.loss == pytest.approx(look.task_losses[0] + 2 * look.text_loss + distance, rel=1e-5)
+    for measured in looks:
+        distance = 0.5 * float(jnp.square(measured.parameters["y"] - 1).mean())
+        assert measured.loss == pytest.approx(measured.task_losses[0] + 2 * measured.text_loss + distance, rel=1e-5)
     # The gate: where text may not become less likely at all, looks after which it has are refused.
-    assert [look.allowed for look in looks] == [look.text_loss <= looks[0].text_loss for look in looks]
+    assert [measured.allowed for measured in looks] == [measured.text_loss <= looks[0].text_loss for measured in looks]
     assert best.text_loss <= looks[0].text_loss
 
 
@@ -251,6 +261,19 @@ def test_a_loss_that_is_not_finite_is_an_error(pieces):
 
     with pytest.raises(UserError, match="not finite after 1 steps; lower --learning-rate"):
         looks_of((model, train, held_back, parameters, broken, project), GradientSettings(**SIZES, steps=1, look_every=1))
+
+
+def test_a_gradient_that_is_not_finite_is_not_blamed_on_a_flag(pieces):
+    """The loss is finite, and its gradient is not, as with a faulty kernel."""
+    model, train, held_back, parameters, _, project = pieces
+    own = model.config.rope_table(64)
+
+    def apply(model, parameters):
+        y = parameters["y"] + jnp.sqrt(0 * parameters["y"])  # y, with the derivative NaN
+        return model, RopeTable(own.inv_freq / y[:, None, None], own.attention_scaling)
+
+    with pytest.raises(UserError, match="the gradient is not finite within the first 2 steps, though the loss was"):
+        looks_of((model, train, held_back, parameters, apply, project), GradientSettings(**SIZES, steps=2, look_every=2))
 
 
 def test_search_by_gradient_with_bands_text_and_two_lengths(guesser, tokenizer, tmp_path):
@@ -338,7 +361,8 @@ def test_spaces_give_factors_of_their_granularity(tiny_config):
 
 
 @pytest.mark.parametrize("algorithm", ["ga", "cma_es"])
-def test_a_budget_of_evaluations_is_kept_to_the_evaluation(guesser, tokenizer, tmp_path, algorithm):
+def test_a_budget_of_evaluations_is_kept_to_the_evaluation(guesser, tokenizer, tmp_path, algorithm, monkeypatch):
+    monkeypatch.setattr(loop, "make_scorer", scored_as(Analytic))  # scores are not tested here
     settings = SearchSettings.of(
         **SMALL | {"algorithm": algorithm, "population_size": 6, "parents": 3, "mutations": 4, "crossovers": 1},
         max_evaluations=17, output_path=tmp_path / "run",

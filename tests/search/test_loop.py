@@ -1,4 +1,4 @@
-"""Whole searches on a tiny model: what the history says is checked line by line against the paper's rules, in NumPy.
+"""Whole searches on a tiny model: the history is checked line by line against the paper's rules, in NumPy.
 
 Individuals are scored by a formula where the search is what is tested, and by the model elsewhere.
 """
@@ -38,7 +38,7 @@ TINY = {"num_pairs": 3, "key_length": 1, "limit": 3, "test_limit": 2, "uniform_c
 
 
 def run(settings: SearchSettings, model: Llama, tokenizer: PreTrainedTokenizerFast) -> tuple[list[dict], dict]:
-    """The history and config of a search, and what it returned in the last line's place."""
+    """The history of a search, its config, and its result."""
     task = task_of(settings.task)
     result = search(settings, model, tokenizer, [task], IDENTITY)
     return history_of(settings.run.output_path), {"result": result}
@@ -190,7 +190,7 @@ def test_parents_are_the_fittest_of_the_generations_before(paper_run):
         lines = [line for line in history if line["generation"] == generation]
         ids = {line["id"] for line in pool}
         assert {parent for line in lines for parent in line["parents"]} <= ids
-        pairs = [max(lines[at : at + 2], key=lambda line: line["fitness"]) for at in range(16, 24, 2)]
+        pairs = [max(lines[index : index + 2], key=lambda line: line["fitness"]) for index in range(16, 24, 2)]
         pool = sorted(pool + lines[:16] + pairs, key=lambda line: -line["fitness"])[:12]
 
 
@@ -291,7 +291,7 @@ def test_a_resumed_run_must_be_the_same_run(small_run, guesser, tokenizer):
 def test_other_questions_in_the_same_file_are_refused(tmp_path, guesser, tokenizer):
     settings = preset("default", **SMALL | {"generations": 0}, data=tmp_path / "kv.jsonl", output_path=tmp_path / "run")
     pairs = [[[f"{n}{letter}", letter] for letter in "123"] for n in range(40)]
-    rows = [{"ordered_kv_records": of_row, "key": of_row[1][0], "value": of_row[1][1]} for of_row in pairs]
+    rows = [{"ordered_kv_records": records, "key": records[1][0], "value": records[1][1]} for records in pairs]
     settings = settings.replace(key_length=None)
     settings.task.data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run_by_formula(settings, guesser, tokenizer)
@@ -361,12 +361,14 @@ def test_selection_is_the_weighted_accuracy_where_chosen_and_held_out(paper_run)
     settings, history, extra = paper_run
     result = extra["result"]
     best = history[result.factors.search["best_individual"]]
-    baseline, found = (next(it for it in result.outcomes if it.candidate.name == name) for name in ("baseline", "lpes"))
+    baseline, found = (
+        next(found for found in result.outcomes if found.candidate.name == name) for name in ("baseline", "lpes")
+    )
     assert result.selection["chosen_of"] == 512
     assert result.selection["accuracy_where_chosen"] == pytest.approx(best["fitness"])
     for outcome, name in ((found, "accuracy_held_out"), (baseline, "baseline_held_out")):
-        at = outcome.main.mean(axis=0)[[0, 2, 4]]  # of positions 0 25 50 75 100
-        assert result.selection[name] == pytest.approx(at @ np.array([0.2, 0.3, 0.5]))
+        accuracies = outcome.main.mean(axis=0)[[0, 2, 4]]  # of positions 0 25 50 75 100
+        assert result.selection[name] == pytest.approx(accuracies @ np.array([0.2, 0.3, 0.5]))
 
 
 @pytest.mark.parametrize("curve", ["linear", "step", "free", "authors"])

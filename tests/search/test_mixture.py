@@ -1,4 +1,4 @@
-"""Searches on several tasks together: what a mixture's file says, what is learnt from it, and what is reported of each task."""
+"""Searches on several tasks together: the file of a mixture, the search on it, and the report of each task."""
 
 import csv
 import json
@@ -134,7 +134,7 @@ def test_mistakes_in_a_file_are_one_line_with_block_and_key(folder, text, messag
     assert str(error.value).startswith(f"--mixture {path}") and message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_mixture_stands_alone_and_only_in_a_search(folder):
+def test_a_mixture_is_the_only_task_flag_and_only_in_a_search(folder):
     path = write(folder, KV + "3")
     for changes, message in (
         ({"num_pairs": 3}, "so --num-pairs cannot be a flag"),
@@ -190,16 +190,16 @@ def test_lengths_of_a_range_are_log_uniform_and_their_own(folder, name):
     ]
     count = None if name == "mdqa" else 60
     examples, longest = task.examples("search", count, 3), task.longest.examples("search", count, 3)
-    for example, of_longest in zip(examples[:10], longest, strict=False):
-        of_length = task.of(example.length)
+    for example, longest_example in zip(examples[:10], longest, strict=False):
+        exact_task = task.of(example.length)
         for position in (0, 50, 100):
             prompt = task.prompt(example, slot(position, task.num_items), position)
-            own = of_length.prompt(example.example, slot(position, of_length.num_items), position)
-            assert prompt == own and prompt.num_items == of_length.num_items
-            assert prompt.answers == task.longest.prompt(of_longest, 0).answers  # the question is that of the longest
+            own = exact_task.prompt(example.example, slot(position, exact_task.num_items), position)
+            assert prompt == own and prompt.num_items == exact_task.num_items
+            assert prompt.answers == task.longest.prompt(longest_example, 0).answers  # the question is that of the longest
     if name != "mdqa":
         assert examples[:20] == task.examples("search", 20, 3) and examples != task.examples("search", 60, 4)
-        lengths = Counter(it.length for it in task.examples("search", 2000, 0))
+        lengths = Counter(example.length for example in task.examples("search", 2000, 0))
         assert set(lengths) == set(range(4, 16))
         for low, high in ((4, 7), (8, 15)):  # each doubling has as many
             assert sum(lengths[n] for n in range(low, high + 1)) == pytest.approx(1000, abs=80)
@@ -208,8 +208,8 @@ def test_lengths_of_a_range_are_log_uniform_and_their_own(folder, name):
 def test_prompts_of_many_lengths_have_few_shapes():
     lengths = [5, 20, 7, 7, 6, 19, 5, 12, 7]
     groups = by_length(lengths, 3)
-    assert len(groups) <= 3 and sorted(at for group in groups for at in group) == list(range(9))
-    spans = sorted((min(lengths[at] for at in group), max(lengths[at] for at in group)) for group in groups)
+    assert len(groups) <= 3 and sorted(index for group in groups for index in group) == list(range(9))
+    spans = sorted((min(lengths[index] for index in group), max(lengths[index] for index in group)) for group in groups)
     assert all(first[1] < second[0] for first, second in zip(spans[:-1], spans[1:], strict=True))
     assert by_length([4, 4, 4]) == [[0, 1, 2]]
 
@@ -243,10 +243,10 @@ def test_gradient_search_on_a_mixture(folder, guesser, tokenizer, tmp_path):
     losses = []
     for task in mixture.tasks:
         moved = task.num_items > 1
-        places = [(slot(position, task.num_items), position) for position in ((0, 50, 100) if moved else (0,))]
-        prompts = [task.prompt(it, *place) for it in task.examples("search", 4, 0) for place in places]
+        slots = [(slot(position, task.num_items), position) for position in ((0, 50, 100) if moved else (0,))]
+        prompts = [task.prompt(example, *task_slot) for example in task.examples("search", 4, 0) for task_slot in slots]
         encoded = encode(prompts, tokenizer, 512)
-        taught = [replace(it, answers=[min(it.answers, key=len)]) for it in encoded[-len(places) :]]
+        taught = [replace(prompt, answers=[min(prompt.answers, key=len)]) for prompt in encoded[-len(slots) :]]
         [likelihood] = Scorer(guesser, taught)(np.ones((1, 3), np.float32)).log_likelihood
         losses.append(-float(np.dot(settings.objective.weights if moved else (1.0,), likelihood)))
     assert history[0]["task_losses"] == pytest.approx(losses, rel=1e-4)
@@ -256,11 +256,11 @@ def test_gradient_search_on_a_mixture(folder, guesser, tokenizer, tmp_path):
     assert [report.title for report in result.reports] == mixture.titles
     assert [report.outcomes[0].metric for report in result.reports] == ["prefix", "prefix", "best_subspan_em", "acc"]
     assert list(result.reports[2].outcomes[0].scores) == ["best_subspan_em", "f1"]
-    assert [len(report.places) for report in result.reports] == [5, 5, 1, 1]
+    assert [len(report.slots) for report in result.reports] == [5, 5, 1, 1]
     best = max(history, key=lambda line: line["fitness"])
-    of_tasks = result.selection["tasks"]
-    assert [it["loss"] for it in of_tasks.values()] == best["task_losses"] and list(of_tasks) == mixture.titles
-    chosen = np.dot(mixture.weights, [it["accuracy"] for it in of_tasks.values()])
+    tasks = result.selection["tasks"]
+    assert [entry["loss"] for entry in tasks.values()] == best["task_losses"] and list(tasks) == mixture.titles
+    chosen = np.dot(mixture.weights, [entry["accuracy"] for entry in tasks.values()])
     assert result.selection["accuracy_where_chosen"] == pytest.approx(chosen)
     # Cut off and gone on with: the same history. Another weight is another search, and a file elsewhere is the same.
     for name in ("results.json", "factors.json"):
@@ -286,12 +286,12 @@ def test_genetic_search_on_a_mixture(folder, guesser, tokenizer, tmp_path, fitne
         assert list(line["accuracy"]) == list(line["log_likelihood"]) == mixture.titles
         weights = [settings.objective.weights, (1.0,), (1.0,)]
         if fitness == "accuracy":
-            of_tasks = [np.dot(w, list(it.values())) for w, it in zip(weights, line["accuracy"].values(), strict=True)]
-            assert 0 <= line["fitness"] - np.dot(mixture.weights, of_tasks) < 0.2 * 0.2 / 6
+            values = [np.dot(w, list(scores.values())) for w, scores in zip(weights, line["accuracy"].values(), strict=True)]
+            assert 0 <= line["fitness"] - np.dot(mixture.weights, values) < 0.2 * 0.2 / 6
         else:
             likelihoods = line["log_likelihood"].values()
-            of_tasks = [np.dot(w, list(it.values())) for w, it in zip(weights, likelihoods, strict=True)]
-            assert line["fitness"] == pytest.approx(np.dot(mixture.weights, of_tasks), abs=1e-3)
+            values = [np.dot(w, list(scores.values())) for w, scores in zip(weights, likelihoods, strict=True)]
+            assert line["fitness"] == pytest.approx(np.dot(mixture.weights, values), abs=1e-3)
     assert result.selection["tasks"].keys() == set(mixture.titles)
     (tmp_path / "run/results.json").unlink(missing_ok=True)
     lines = (tmp_path / "run/history.jsonl").read_text().splitlines(keepends=True)
@@ -308,15 +308,15 @@ def test_every_task_has_its_own_results(folder, model_folder, tmp_path):
     results = read_json(tmp_path / "run/results.json")
     assert list(results["results"]) == list(results["methods"]) == list(results["n-samples"]) == titles
     for title in titles[1:]:
-        of_task = results["methods"][title]["lpes"]
-        assert of_task["metric"] == "best_subspan_em" and 0 <= of_task["f1,none"] <= 1
+        figures = results["methods"][title]["lpes"]
+        assert figures["metric"] == "best_subspan_em" and 0 <= figures["f1,none"] <= 1
     search = read_json(tmp_path / "run/factors.json")["search"]
     assert results["config"]["mixture"] == search["mixture"]
     asked = [
-        report.task.prompt(example, *place)
+        report.task.prompt(example, *task_slot)
         for report in result.reports
         for example in report.task.examples("search", settings.questions.limit, 0)
-        for place in slots_of(report.task, settings.objective.search_positions if report.task.num_items > 1 else (0,))
+        for task_slot in slots_of(report.task, settings.objective.search_positions if report.task.num_items > 1 else (0,))
     ]
     encoded = encode(asked, load_tokenizer(model_folder), 10_000)
     assert search["longest_tokens"] == max(len(prompt.ids) + max(map(len, prompt.answers)) for prompt in encoded)

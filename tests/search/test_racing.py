@@ -1,4 +1,4 @@
-"""Races: on tables of scores, where the answer is known, and in whole searches on a tiny model."""
+"""Races: on tables of scores with known answers, and in whole searches on a tiny model."""
 
 import json
 
@@ -43,9 +43,9 @@ def test_a_race_keeps_who_reaches_the_bar_and_saves_most_of_the_rest():
         reached += int((fitness > bar.mean()).sum())
         asked += scored[fitness < bar.mean() - 0.1].tolist()
         beaten += scored[fitness.argmax()] < 200 and fitness.max() > bar.mean()
-        for at, estimate in estimates(values, scored, Bar(bar[None])).items():
+        for individual, estimate in estimates(values, scored, Bar(bar[None])).items():
             assert estimate < bar.mean() and np.float32(estimate) < np.float32(bar.mean())
-            assert abs(estimate - fitness[at]) < 0.25
+            assert abs(estimate - fitness[individual]) < 0.25
     assert reached > 1000 and wrong / reached < 0.02  # 5 % of those that are exactly as good as the bar, at the most
     assert beaten == 0  # the best of a generation is far above it
     assert np.mean(asked) < 80 and np.min(asked) == 25
@@ -132,7 +132,7 @@ PROMPTS = 60 * 3
 
 @pytest.fixture
 def run(guesser, tokenizer, monkeypatch):
-    """Searches on the landscape: the history, and what factors.json has of the search."""
+    """Searches on the landscape: the history, and the entry `search` of factors.json."""
 
     def staged(settings: SearchSettings, *_: object) -> StagedScorer:
         return StagedScorer(Landscape, eighths([[[question] for question in range(60)]], settings.run.seed), 3)
@@ -152,10 +152,10 @@ def run(guesser, tokenizer, monkeypatch):
 @pytest.mark.parametrize("fitness", ["accuracy", "log_likelihood"])
 def test_a_race_changes_nothing_but_the_lines_of_those_it_drops_and_is_resumed(tmp_path, run, fitness, monkeypatch):
     settings = preset("default", **TINY, fitness=fitness, output_path=tmp_path / "whole")
-    whole, of_whole = run(settings)
-    assert of_whole["prompts_scored"] == Landscape.asked == PROMPTS * of_whole["evaluations"]
+    whole, whole_record = run(settings)
+    assert whole_record["prompts_scored"] == Landscape.asked == PROMPTS * whole_record["evaluations"]
     settings = settings.replace(race=True, output_path=tmp_path / "raced")
-    lines, of_race = run(settings)
+    lines, race_record = run(settings)
     dropped = [line for line in lines if "raced" in line]
     assert {7 / 60, 0.25} < {line["raced"] for line in dropped} <= {7 / 60, 0.25, 0.5}
     assert not {line["id"] for line in dropped} & {parent for line in lines[16:] for parent in line["parents"]}
@@ -165,8 +165,11 @@ def test_a_race_changes_nothing_but_the_lines_of_those_it_drops_and_is_resumed(t
         if "raced" not in ours:
             assert {name: ours[name] for name in theirs} == theirs
             assert racing.from_text(ours["values"]).mean() == pytest.approx(ours["fitness"], abs=1e-6)
-    assert of_race["best_individual"] == of_whole["best_individual"] and of_race["evaluations"] == of_whole["evaluations"]
-    assert of_race["prompts_scored"] == Landscape.asked < 0.8 * of_whole["prompts_scored"]
+    assert (
+        race_record["best_individual"] == whole_record["best_individual"]
+        and race_record["evaluations"] == whole_record["evaluations"]
+    )
+    assert race_record["prompts_scored"] == Landscape.asked < 0.8 * whole_record["prompts_scored"]
     # A run that was cut off within a generation goes on to the same files, whatever is scored at once.
     history, sweep = (
         (settings.run.output_path / "history.jsonl").read_text(),
@@ -174,8 +177,8 @@ def test_a_race_changes_nothing_but_the_lines_of_those_it_drops_and_is_resumed(t
     )
     (settings.run.output_path / "history.jsonl").write_text("".join(history.splitlines(keepends=True)[:40]))
     monkeypatch.setattr(Landscape, "individuals_at_once", 8)
-    _, of_again = run(settings.replace(resume=True))
-    assert of_again["prompts_scored"] == of_race["prompts_scored"]
+    _, resumed_record = run(settings.replace(resume=True))
+    assert resumed_record["prompts_scored"] == race_record["prompts_scored"]
     assert (settings.run.output_path / "history.jsonl").read_text() == history
     assert (settings.run.output_path / "uniform.json").read_text() == sweep and "values" not in sweep
 
@@ -184,15 +187,15 @@ def test_a_race_changes_nothing_but_the_lines_of_those_it_drops_and_is_resumed(t
 @pytest.mark.parametrize("algorithm", ["cma_es", "random"])
 def test_other_algorithms_end_with_an_individual_that_was_scored_whole(tmp_path, run, algorithm):
     settings = preset("default", **TINY, algorithm=algorithm, race=True, max_evaluations=60, output_path=tmp_path / "run")
-    lines, of_race = run(settings)
-    assert len(lines) == of_race["evaluations_of_algorithm"] == 60
+    lines, race_record = run(settings)
+    assert len(lines) == race_record["evaluations_of_algorithm"] == 60
     dropped = [line for line in lines if "raced" in line]
-    assert dropped and "raced" not in lines[of_race["best_individual"]]
-    assert of_race["fitness_of_best"] == max(line["fitness"] for line in lines)
+    assert dropped and "raced" not in lines[race_record["best_individual"]]
+    assert race_record["fitness_of_best"] == max(line["fitness"] for line in lines)
     if algorithm == "cma_es":
         for generation in {line["generation"] for line in lines}:
-            of = [line for line in lines if line["generation"] == generation]
-            assert 2 * sum("raced" in line for line in of) <= len(of)
+            generation_lines = [line for line in lines if line["generation"] == generation]
+            assert 2 * sum("raced" in line for line in generation_lines) <= len(generation_lines)
 
 
 def test_eighths_are_scored_as_the_whole(guesser, tokenizer):

@@ -1,4 +1,4 @@
-"""evosax's algorithms in a box: every one on a quadratic whose optimum is known, and what they are told with chosen fitness."""
+"""evosax's algorithms in a box: each one on a quadratic with a known optimum, and the costs that it gets for chosen fitness."""
 
 import math
 
@@ -40,7 +40,7 @@ def quadratic(genes):
 
 
 def corner(genes):
-    """Its optimum, 0, is where the box is lowest in three genes: it would be better still outside."""
+    """Its optimum, 0, is on the border of the box in three genes; points outside would be better."""
     beyond = np.array([0.5, 0.5, 0.5, 1.3, 1.6, 1.45])
     return 0.75 - np.square(genes - beyond).sum(axis=1)
 

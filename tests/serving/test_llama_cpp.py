@@ -21,7 +21,7 @@ from lpes_jax.ship.gguf_patch import patch_gguf
 from lpes_jax.tasks.prompts import EncodedPrompt
 
 sys.path += [str(venvs.ROOT / "experiments"), str(venvs.ROOT / "tests" / "ship")]
-from serve_llama_cpp import Answers, compare_files, llama_cpp, of_jax, prompts_of  # noqa: E402
+from serve_llama_cpp import Answers, answers_of_lpes, compare_files, llama_cpp, prompts_of  # noqa: E402
 from tiny_gguf import HEAD_DIM, TOKENS, tensors_of, write_model  # noqa: E402
 
 pytestmark = pytest.mark.serving
@@ -33,7 +33,7 @@ LLAMA3 = {"rope_freqs.weight": np.array([1, 1, 2.5, 8], np.float32)}
 
 
 def divergence(true: Answers, found: Answers) -> np.ndarray:
-    """KL of what is said behind each prompt."""
+    """KL divergence of the next token after each prompt."""
     return (np.exp(true.next) * (true.next - found.next)).sum(axis=1)
 
 
@@ -44,8 +44,8 @@ def python() -> Path:
 
 def versions(python: Path) -> dict[str, str]:
     code = "import importlib.metadata as m, platform; print(m.version('xllamacpp'), platform.python_version())"
-    xllamacpp, of_python = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    return {"xllamacpp": xllamacpp, "python": of_python}
+    xllamacpp, python_ids = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    return {"xllamacpp": xllamacpp, "python": python_ids}
 
 
 def figures(wanted: Answers, found: Answers, plain: Answers) -> dict[str, Any]:
@@ -71,14 +71,14 @@ def figures(wanted: Answers, found: Answers, plain: Answers) -> dict[str, Any]:
     ids=["llama", "llama with divisors", "qwen2", "qwen3", "phi3"],
 )
 def test_gains_and_rates_of_every_architecture(tmp_path, python, request, architecture, factors, more):
-    """Tiny models in float32: where rows or divisors stood in another order, all would differ."""
+    """Tiny models in float32: with rows or divisors in another order, all values would differ."""
     hidden = 32 if architecture in ("qwen2", "phi3") else 256  # of these llama.cpp takes no other number than heads x head size
     tensors, size = tensors_of(architecture, hidden=hidden) | more, {"embedding_length": hidden}
     source, patched = write_model(tmp_path / "m.gguf", architecture, tensors=tensors, **size), tmp_path / "out.gguf"
     patch_gguf(source, patched, factors)
     rng = np.random.default_rng(1)
     letters = [
-        at for at, token in enumerate(TOKENS) if token.isascii() and token.isalnum()
+        index for index, token in enumerate(TOKENS) if token.isascii() and token.isalnum()
     ]  # llama.cpp tells no half characters
     prompts = [EncodedPrompt(rng.integers(0, 256, n).tolist(), [rng.choice(letters, 4).tolist()]) for n in (60, 23)]
     with llama_cpp(python, patched, prompts, 1) as (_, ask):
@@ -86,8 +86,8 @@ def test_gains_and_rates_of_every_architecture(tmp_path, python, request, archit
     with llama_cpp(python, source, prompts, 1) as (_, ask):
         plain = ask("as it is")
     model = load_llama(open_checkpoint(source), "float32")
-    wanted = of_jax(model, prompts, factors)
-    own, right = divergence(of_jax(model, prompts, None), plain), divergence(wanted, found)
+    wanted = answers_of_lpes(model, prompts, factors)
+    own, right = divergence(answers_of_lpes(model, prompts, None), plain), divergence(wanted, found)
     measured = figures(wanted, found, plain) | {"own_noise_kl_most": float(own.max()), "versions": versions(python)}
     form = f"tiny {request.node.callspec.id}"
     keep("llama_cpp_tests", form, "gains and shared factors, a random float32 model: next token, answers", measured)
@@ -122,7 +122,7 @@ def test_smollm2_with_gains(tmp_path, python):
     cut = len(prompts)
     found = Answers(both.next[:cut], both.answers[:cut], both.is_best[:cut])
     model = load_llama(checkpoint, "float32")
-    wanted, plain = (of_jax(model, prompts, given) for given in (factors, None))
+    wanted, plain = (answers_of_lpes(model, prompts, given) for given in (factors, None))
     off, from_plain = (
         np.array([np.abs(row[point["ids"]] - point[key]) for row, (_, point) in zip(both.next[cut:], ends, strict=True)])
         for key in ("log_probs", "plain_log_probs")

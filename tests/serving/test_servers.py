@@ -24,7 +24,7 @@ from lpes_jax.tasks.prompts import EncodedPrompt
 
 sys.path += [str(venvs.ROOT / "experiments"), str(venvs.ROOT / "tests" / "models")]
 from family_models import FAMILIES  # noqa: E402
-from serve_llama_cpp import Answers, of_jax, prompts_of  # noqa: E402
+from serve_llama_cpp import Answers, answers_of_lpes, prompts_of  # noqa: E402
 from ship.test_export_hf import FOUND, IDS, exported, ours, source_of  # noqa: E402
 
 pytestmark = pytest.mark.serving
@@ -40,7 +40,7 @@ ASKED = "log-probabilities of self_test.json along its prompts"
 
 
 class Questions(NamedTuple):
-    """Held-out questions, what lpes_jax answers with the gains in its table and without them, and the file that asks them."""
+    """Held-out questions, lpes_jax's answers with and without the gains in its table, and the file of the questions."""
 
     prompts: list[EncodedPrompt]
     with_gains: Answers
@@ -56,7 +56,7 @@ class Folders:
         self._root, self._found = root, dict[str, Path | lj.UserError]()
 
     def __getitem__(self, form: str) -> Path:
-        """Skips the test where the model cannot be had."""
+        """Skips the test if the model cannot be downloaded."""
         if form not in self._found:
             model, factors = self._asked(form)
             target = self._root / str(FORMS.index(form))
@@ -101,11 +101,11 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Questions:
     file = tmp_path_factory.mktemp("questions") / "questions.json"
     asked = [{"ids": prompt.ids, "answer": prompt.answers[0]} for prompt in prompts]
     file.write_text(json.dumps({"new_tokens": NEW_TOKENS, "questions": asked}))
-    return Questions(prompts, of_jax(model, prompts, factors), of_jax(model, prompts, None), new, file)
+    return Questions(prompts, answers_of_lpes(model, prompts, factors), answers_of_lpes(model, prompts, None), new, file)
 
 
 def ask(server: str, script: str, folders: Folders, form: str, request: pytest.FixtureRequest) -> dict[str, Any]:
-    """What the server says of a form, compared with lpes_jax and kept; skipped where the model or the venv cannot be had."""
+    """The server's answers for a form, compared with lpes_jax and recorded; skipped without the model or the venv."""
     venvs.python(server)
     folder = folders[form]
     held_out = request.getfixturevalue("questions") if form == HELD_OUT else None
@@ -126,7 +126,10 @@ def compared(held_out: Questions, answers: list[dict[str, Any]]) -> dict[str, An
     )
     return {
         "prompts": len(answers),
-        "tokens": [min(map(len, (it.ids for it in held_out.prompts))), max(map(len, (it.ids for it in held_out.prompts)))],
+        "tokens": [
+            min(map(len, (entry.ids for entry in held_out.prompts))),
+            max(map(len, (entry.ids for entry in held_out.prompts))),
+        ],
         "answer_tokens": len(off),
         "off_most": float(off.max()),
         "off_mean": float(off.mean()),

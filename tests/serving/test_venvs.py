@@ -1,4 +1,4 @@
-"""A venv that cannot be made is a skipped test with pip's own reason; one that was made is taken as it is."""
+"""A venv that cannot be made is a skipped test with pip's own reason; an existing one is used as it is."""
 
 import subprocess
 

@@ -34,7 +34,7 @@ _MINUTES = 40  # of one command of pip
 
 
 def python(name: str) -> Path:
-    """The interpreter of a server's venv, which is made where it is missing. Skips the test where it cannot be made."""
+    """The interpreter of a server's venv, which is made if it is missing. Skips the test if that fails."""
     folder = PLACE / name
     interpreter, done = folder / "bin" / "python", folder / "made"
     install, remove = PACKAGES[name]
@@ -55,7 +55,7 @@ def python(name: str) -> Path:
 
 
 def _reason(error: Exception) -> str:
-    """Of what pip said the last line that it calls an error; else the last one."""
+    """The last line of pip's output that is an error; else the last line."""
     lines = str(getattr(error, "stderr", "") or error).strip().splitlines() or [type(error).__name__]
     return next((line for line in reversed(lines) if line.startswith("ERROR:")), lines[-1])
 

@@ -1,4 +1,4 @@
-"""`export --to gguf`: the folder that it leaves, and what it refuses."""
+"""`export --to gguf`: the folder that it writes, and what it refuses."""
 
 import hashlib
 import json
@@ -48,7 +48,7 @@ def test_a_folder_with_the_patched_file(settings, tmp_path, capsys):
         np.testing.assert_array_equal(getattr(found, name)[...], getattr(wanted, name)[...])
 
 
-def test_what_a_server_must_answer_is_beside_it(settings, tmp_path):
+def test_the_expected_answers_of_a_server_are_beside_the_file(settings, tmp_path):
     """Along prompts up to the longest that was searched: log-probabilities of the patched file, and of the source."""
     LayerFactors(np.ones(2), gains=GAINS, gains_granularity="layer_band", search={"longest_tokens": 100}).save(
         tmp_path / "f.json"
@@ -87,7 +87,7 @@ def test_the_longest_prompt_of_older_files_is_that_of_most_pairs(search, pairs):
     assert longest_searched(LayerFactors(gains, search={"num_pairs": True, "mixture": "m.toml"}), tokenizer) == 1024
 
 
-def test_it_is_replaced_with_overwrite_alone(settings, tmp_path):
+def test_an_export_is_replaced_only_with_overwrite(settings, tmp_path):
     patched = run_export(settings) / "m.Q4-lpes.gguf"
     first = patched.read_bytes()
     with pytest.raises(UserError, match="--overwrite"):

@@ -1,4 +1,4 @@
-"""`export --to hf`: folders that hold their factors, in transformers against our own logits, live where torch is there."""
+"""`export --to hf`: folders that contain their factors, in transformers against our own logits, live if torch is installed."""
 
 import hashlib
 import json
@@ -162,7 +162,7 @@ def test_without_trust_it_fails_and_saved_again_it_is_the_same(tmp_path):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16], ids=["float32", "float16", "bfloat16"])
 def test_shards_keep_precision_and_links_are_not_written_through(tmp_path, dtype, capsys):
-    """Two shards behind links; one holds all queries of the first two layers, and the other those of the last."""
+    """Two linked shards: one has all queries of the first two layers, the other those of the last."""
     blobs, source = tmp_path / "blobs", tmp_path / "source"
     blobs.mkdir()
     config = hf_config("qwen2", "default", vocab_size=300)
@@ -191,17 +191,17 @@ def test_shards_keep_precision_and_links_are_not_written_through(tmp_path, dtype
             if "q_proj" not in name:
                 np.testing.assert_array_equal(found[name], values)
                 continue
-            of_rows = np.tile(gains[int(name.split(".")[2])], 4).reshape(-1, *[1] * (values.ndim - 1))
-            np.testing.assert_array_equal(found[name], (values.astype(np.float32) * of_rows).astype(dtype))
+            row_logits = np.tile(gains[int(name.split(".")[2])], 4).reshape(-1, *[1] * (values.ndim - 1))
+            np.testing.assert_array_equal(found[name], (values.astype(np.float32) * row_logits).astype(dtype))
     kind = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}[np.dtype(dtype).name]
     assert f"gains: in 8 tensors (8 of type {kind}); rounding moves a row by" in capsys.readouterr().out
     mark = json.loads((folder / "config.json").read_text())[KEY]
     assert mark == {"factors_sha256": FOUND["gains"].sha256, "gains": "query weights", "rates": None}
-    with pytest.raises(lj.UserError, match="the model already holds factors"):
+    with pytest.raises(lj.UserError, match="the model already contains factors"):
         exported(folder, FOUND["gains"], tmp_path / "twice")
 
 
-def test_what_float16_cannot_hold_is_refused(tmp_path):
+def test_gains_that_overflow_float16_are_refused(tmp_path):
     source = source_of(tmp_path / "source", "llama")
     weights = {name: values.astype(np.float16) for name, values in load_file(source / "model.safetensors").items()}
     weights["model.layers.1.self_attn.q_proj.weight"][0, 0] = 60_000

@@ -30,10 +30,10 @@ def gains(values: np.ndarray = GAINS, granularity: Any = "layer_band") -> LayerF
     return LayerFactors(ONES, gains=values, gains_granularity=granularity)
 
 
-def of_rows(architecture: str, layer: int = 0, values: np.ndarray = GAINS) -> np.ndarray:
+def row_gains(architecture: str, layer: int = 0, values: np.ndarray = GAINS) -> np.ndarray:
     """The gain of each query row: dims i and i + D/2 of a head turn together; in `llama` files they are neighbours."""
-    of_head = np.repeat(values[layer], 2) if architecture == "llama" else np.tile(values[layer], 2)
-    return np.tile(of_head, HEADS).astype(np.float32)[:, None]
+    head_gains = np.repeat(values[layer], 2) if architecture == "llama" else np.tile(values[layer], 2)
+    return np.tile(head_gains, HEADS).astype(np.float32)[:, None]
 
 
 def fields(reader: gguf.GGUFReader) -> list[tuple[str, bytes]]:
@@ -54,7 +54,7 @@ def changed_tensors(source: Path, target: Path) -> dict[str, tuple[np.ndarray, n
     for one, other in zip(old.tensors, new.tensors[: len(old.tensors)], strict=True):
         assert (one.name, one.tensor_type, one.shape.tolist()) == (other.name, other.tensor_type, other.shape.tolist())
         assert one.data_offset - old.data_offset == other.data_offset - new.data_offset
-        pair = [np.ascontiguousarray(of.data).view(np.uint8).reshape(of.data.shape[0], -1) for of in (one, other)]
+        pair = [np.ascontiguousarray(t.data).view(np.uint8).reshape(t.data.shape[0], -1) for t in (one, other)]
         if (pair[0] != pair[1]).any():
             found[one.name] = pair[0], pair[1]
     return found
@@ -84,24 +84,24 @@ def test_rows_are_rows_times_gains(tmp_path, kind):
     worst = 0.0
     for layer in range(2):
         old, new = changed[f"blk.{layer}.attn_q.weight"]
-        wanted = gguf.quants.dequantize(old, type_).astype(np.float64) * of_rows("llama", layer)
+        wanted = gguf.quants.dequantize(old, type_).astype(np.float64) * row_gains("llama", layer)
         error = np.abs(gguf.quants.dequantize(new, type_) - wanted)
         worst = max(worst, (np.linalg.norm(error, axis=1) / np.linalg.norm(wanted, axis=1)).max())
         if kind in PLAIN:
             assert (error <= step * np.abs(wanted) + 2.0**-25).all()
             continue
         size, bound = gguf.GGML_QUANT_SIZES[type_][1], np.zeros_like(wanted)
-        blocks = [of.reshape(ROWS, -1, size).copy() for of in (old, new)]
+        blocks = [rows.reshape(ROWS, -1, size).copy() for rows in (old, new)]
         for begin in block_scales(type_):  # what each scale alone contributes, to a difference of two say
-            alone = blocks[0].copy()
+            single = blocks[0].copy()
             for other in block_scales(type_):
                 if other != begin:
-                    alone[:, :, other : other + 2] = 0
-            bound += np.abs(gguf.quants.dequantize(alone.reshape(ROWS, -1), type_) * of_rows("llama", layer))
+                    single[:, :, other : other + 2] = 0
+            bound += np.abs(gguf.quants.dequantize(single.reshape(ROWS, -1), type_) * row_gains("llama", layer))
         assert (error <= step * bound + 1e-7 * bound.max()).all()
-        for of in blocks:
+        for block in blocks:
             for begin in block_scales(type_):
-                of[:, :, begin : begin + 2] = 0
+                block[:, :, begin : begin + 2] = 0
         np.testing.assert_array_equal(*blocks)
     assert rounding.most == pytest.approx(worst, rel=1e-3, abs=1e-9) and 0 < rounding.mean <= rounding.most
 
@@ -119,7 +119,7 @@ def test_types_whose_scales_cannot_take_a_gain_are_refused_by_name(tmp_path, kin
 
 
 def test_quantised_values_of_other_tensors_do_not_matter(tmp_path):
-    """Types that cannot take a gain may stand everywhere else, and a layer whose gains are 1 may have one too."""
+    """Types that cannot take a gain may be in all other tensors, and in a layer whose gains are 1."""
     data = np.full((16, HIDDEN // 32 * 17), 100, np.uint8)
     tensors = tensors_of("llama", queries={"attn_k.weight": (data, Kind.MXFP4)})
     tensors["blk.1.attn_q.weight"] = (np.full((ROWS, HIDDEN // 32 * 17), 100, np.uint8), Kind.MXFP4)
@@ -165,7 +165,7 @@ def test_the_weights_are_those_that_folding_gives(original, data):
             np.testing.assert_array_equal(getattr(patched.layers, name)[...], leaf[...])
 
 
-def test_rows_behind_the_queries_of_a_fused_tensor_stay(tmp_path):
+def test_rows_after_the_queries_of_a_fused_tensor_stay(tmp_path):
     """And so do elements of a head that are not rotated."""
     source = write_model(tmp_path / "m.gguf", "phi3", rope__dimension_count=6)
     patch_gguf(source, tmp_path / "out.gguf", gains(np.full((2, 3), 1.5)))
@@ -201,7 +201,7 @@ def test_scales_that_become_subnormal_are_counted(tmp_path):
 
 
 @pytest.mark.parametrize("alignment", [32, 256])
-def test_metadata_and_divisors_are_added_behind_what_is_there(tmp_path, alignment):
+def test_metadata_and_divisors_are_appended(tmp_path, alignment):
     source = write_model(tmp_path / "m.gguf")
     if alignment != 32:  # the package writes that key where it writes the padding
         writer_alignment(source, alignment)
@@ -306,18 +306,18 @@ def test_what_a_file_has_no_place_for_is_refused_in_a_line(tmp_path, model, fact
     assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
 
 
-def test_it_is_marked_and_takes_factors_once(tmp_path):
+def test_a_patched_file_is_marked_and_takes_factors_once(tmp_path):
     source, target = write_model(tmp_path / "m.gguf", "qwen2"), tmp_path / "out.gguf"
     both = LayerFactors.uniform(2.0, 2)
-    for factors, places in (
+    for factors, stored in (
         (gains(), ("query weights", None)),
         (both, (None, "rope.scaling.factor")),
         (LayerFactors(ONES), (None, None)),
     ):
         patch_gguf(source, target, factors)
-        assert open_checkpoint(target).config.mark == Mark(factors.sha256, *places)
+        assert open_checkpoint(target).config.mark == Mark(factors.sha256, *stored)
         for again in (gains(), LayerFactors(ONES)):
-            with pytest.raises(UserError, match=f"F.json: the model already holds factors of sha256 {factors.sha256[:8]}"):
+            with pytest.raises(UserError, match=f"F.json: the model already contains factors of sha256 {factors.sha256[:8]}"):
                 patch_gguf(target, tmp_path / "twice.gguf", again, "F.json")
         assert not (tmp_path / "twice.gguf").exists()
         target.unlink()

@@ -1,4 +1,4 @@
-"""Whole tiny models in .gguf files, with query weights of any type: blocks are made by hand where the package has no writer."""
+"""Whole tiny models in .gguf files, with query weights of any type: blocks are made by hand if the package has no writer."""
 
 from pathlib import Path
 from typing import Any
@@ -42,22 +42,27 @@ def tensors_of(
     def norm(size: int) -> np.ndarray:
         return rng.uniform(0.5, 1.5, size).astype(np.float32)
 
-    rows, of_keys = HEADS * HEAD_DIM, GROUPS * HEAD_DIM
+    rows, key_rows = HEADS * HEAD_DIM, GROUPS * HEAD_DIM
     found: dict[str, Any] = {"token_embd.weight": weights(len(TOKENS), hidden), "output_norm.weight": norm(hidden)}
     for layer in range(layers):
-        of_layer: dict[str, Any] = {"attn_norm.weight": norm(hidden), "ffn_norm.weight": norm(hidden)}
+        layer_tensors: dict[str, Any] = {"attn_norm.weight": norm(hidden), "ffn_norm.weight": norm(hidden)}
         if architecture == "phi3":
-            of_layer |= {"attn_qkv.weight": weights(rows + 2 * of_keys, hidden), "ffn_up.weight": weights(2 * MLP, hidden)}
+            layer_tensors |= {
+                "attn_qkv.weight": weights(rows + 2 * key_rows, hidden),
+                "ffn_up.weight": weights(2 * MLP, hidden),
+            }
         else:
-            for name, height in (("q", rows), ("k", of_keys), ("v", of_keys)):
-                of_layer[f"attn_{name}.weight"] = weights(height, hidden)
+            for name, height in (("q", rows), ("k", key_rows), ("v", key_rows)):
+                layer_tensors[f"attn_{name}.weight"] = weights(height, hidden)
                 if architecture == "qwen2":
-                    of_layer[f"attn_{name}.bias"] = weights(height)
-            of_layer |= {"ffn_gate.weight": weights(MLP, hidden), "ffn_up.weight": weights(MLP, hidden)}
+                    layer_tensors[f"attn_{name}.bias"] = weights(height)
+            layer_tensors |= {"ffn_gate.weight": weights(MLP, hidden), "ffn_up.weight": weights(MLP, hidden)}
         if architecture == "qwen3":
-            of_layer |= {"attn_q_norm.weight": norm(HEAD_DIM), "attn_k_norm.weight": norm(HEAD_DIM)}
-        of_layer |= {"attn_output.weight": weights(hidden, rows), "ffn_down.weight": weights(hidden, MLP)} | (queries or {})
-        found |= {f"blk.{layer}.{name}": array for name, array in of_layer.items()}
+            layer_tensors |= {"attn_q_norm.weight": norm(HEAD_DIM), "attn_k_norm.weight": norm(HEAD_DIM)}
+        layer_tensors |= {"attn_output.weight": weights(hidden, rows), "ffn_down.weight": weights(hidden, MLP)} | (
+            queries or {}
+        )
+        found |= {f"blk.{layer}.{name}": array for name, array in layer_tensors.items()}
     return found
 
 
@@ -70,7 +75,7 @@ def write_model(
     split_count: int = 0,
     **metadata: Any,
 ) -> Path:
-    """A model whose header says what lpes_jax wants to know; `metadata`, `__` for dots, replaces keys of the architecture."""
+    """A model whose header has all that lpes_jax reads; `metadata`, `__` for dots, replaces keys of the architecture."""
     keys = {
         "block_count": layers, "context_length": 128, "embedding_length": HIDDEN, "feed_forward_length": MLP,
         "attention.head_count": HEADS, "attention.head_count_kv": GROUPS, "attention.key_length": HEAD_DIM,

@@ -1,4 +1,4 @@
-"""What the tests of tasks share: files of rows, and the real files where they lie."""
+"""Shared by the tests of tasks: files of rows, and the real files if they are present."""
 
 import json
 import os

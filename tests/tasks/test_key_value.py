@@ -30,9 +30,9 @@ def write_rows(path: Path, rows: list, compress: bool = False) -> Path:
     return path
 
 
-def row(gold: str, others: tuple[str, ...] = ("o1", "o2", "o3"), at: int = 1) -> dict:
+def row(gold: str, others: tuple[str, ...] = ("o1", "o2", "o3"), index: int = 1) -> dict:
     records = [[other, f"value of {other}"] for other in others]
-    records.insert(at, [gold, f"value of {gold}"])
+    records.insert(index, [gold, f"value of {gold}"])
     return {"ordered_kv_records": records, "key": gold, "value": f"value of {gold}"}
 
 
@@ -59,7 +59,7 @@ def test_one_pair_is_one_line():
     assert '\n\nJSON data:\n{"k": "v"}\n\nKey: "k"\n' in text
 
 
-def test_braces_in_the_data_are_left_alone():
+def test_braces_in_the_data_stay():
     text = KeyValue(num_pairs=2).prompt(Example("{key}", "{}", (("{0}", "}{"),)), 1).text
     assert '{"{0}": "}{",\n "{key}": "{}"}\n\nKey: "{key}"\n' in text
 
@@ -80,7 +80,7 @@ def test_a_slot_that_is_not_there(slot):
 
 @given(st.integers(1, 12), st.data())
 @settings(max_examples=40, deadline=None)
-def test_gold_stands_at_the_slot_and_the_others_keep_their_order(num_pairs, data):
+def test_gold_is_at_the_slot_and_the_others_keep_their_order(num_pairs, data):
     slot = data.draw(st.integers(0, num_pairs - 1))
     task = KeyValue(num_pairs=num_pairs, key_length=6)
     [example] = task.examples("test", 1, seed=data.draw(st.integers(0, 2**32)))
@@ -189,7 +189,7 @@ def test_rows_are_split_by_key_in_the_files_order(tmp_path, compress):
 
 
 def test_fewer_pairs_than_the_file_has_are_gold_and_the_first_others(tmp_path):
-    path = write_rows(tmp_path / "kv.jsonl", [row("gold", at=3)])
+    path = write_rows(tmp_path / "kv.jsonl", [row("gold", index=3)])
     [example] = KeyValue(num_pairs=3, data=path).examples("all", 1, seed=0)
     assert example == Example("gold", "value of gold", (("o1", "value of o1"), ("o2", "value of o2")))
 

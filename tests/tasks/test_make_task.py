@@ -1,4 +1,4 @@
-"""Tasks by their names: settings, and what is wrong with them, in one line."""
+"""Tasks by their names: settings, and errors in one line."""
 
 import pytest
 

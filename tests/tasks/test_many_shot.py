@@ -36,7 +36,7 @@ def test_whole_prompt_byte_for_byte(intents):
         assert task.score(output, prompt) == {"exact": exact}
 
 
-def test_the_label_asked_for_stands_in_the_fact_alone(intents):
+def test_the_label_asked_for_is_only_in_the_fact(intents):
     task = make_task("many_shot", data=str(intents), num_shots=20)
     for split in ("search", "test"):
         examples = task.examples(split, 8, seed=0)

@@ -1,4 +1,4 @@
-"""Multi-document QA: the template's bytes, where the gold stands and how it is numbered, splits, distractors, scores."""
+"""Multi-document QA: the template's bytes, the place and number of the gold document, splits, distractors, scores."""
 
 import gzip
 import json
@@ -157,7 +157,7 @@ def test_the_split_is_by_question_in_every_file(rows_file):
         first.examples("test", 61, 0)
 
 
-def test_random_distractors_hold_no_answer_and_stay_when_more_are_asked_for(rows_file):
+def test_random_distractors_contain_no_answer_and_stay_when_more_are_asked_for(rows_file):
     rows = [row(number, 1, answer="1" if number % 9 == 0 else None) for number in range(90)]
     rows[5]["answers"] = ["*"]  # normalises to nothing: excludes nothing
     rows[8]["ctxs"][0]["text"] = rows[7]["ctxs"][0]["text"]

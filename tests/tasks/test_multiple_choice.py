@@ -1,4 +1,4 @@
-"""MMLU and C-Eval: prompts with shots, CSVs of every kind, options, and the shots that go where the window is short."""
+"""MMLU and C-Eval: prompts with shots, CSVs of every kind, options, and the shots that are dropped if the window is short."""
 
 import csv
 import json

@@ -50,7 +50,7 @@ def test_several_queries():
         assert task.score(output, prompt) == {"recall": recall, "recall_bounded": bounded}
 
 
-def test_the_needle_stands_at_its_depth_and_all_else_stays():
+def test_the_needle_is_at_its_depth_and_all_else_stays():
     task = Needle(num_sentences=20, num_keys=4)
     [example] = task.examples("test", 1, seed=0)
     key, value = example.needles[0]

@@ -1,4 +1,4 @@
-"""Windows over a text and what their likelihoods say."""
+"""Windows over a text, and their likelihoods."""
 
 import math
 

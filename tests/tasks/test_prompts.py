@@ -102,7 +102,7 @@ def test_no_prompts(tokenizer):
     assert encode([], tokenizer, window=10) == []
 
 
-def test_prompts_without_answers_have_ids_alone(tokenizer):
+def test_prompts_without_answers_have_only_ids(tokenizer):
     [encoded] = encode([Prompt("the key", (), "gold", "e", 0, 0, 1)], tokenizer, window=10)
     assert encoded.ids == tokenizer("the key")["input_ids"] and encoded.answers == []
 
@@ -189,7 +189,7 @@ def test_in_a_chat_the_same_part_is_cut_and_options_lose_their_space():
     assert rewritten.prompt("e", 0).cut is None
 
 
-def test_answers_behind_white_space_have_none_of_their_own():
+def test_answers_after_white_space_have_none_of_their_own():
     assert [continuation(text, "x") for text in ("Answer:", "Answer:\n", "Answer: ", "")] == [" x", "x", "x", " x"]
 
 

@@ -80,7 +80,7 @@ def context(text: str) -> str:
 
 
 @pytest.mark.parametrize("subset", niah.VARIANTS)
-def test_the_needle_stands_at_its_depth_and_all_else_stays(subset):
+def test_the_needle_is_at_its_depth_and_all_else_stays(subset):
     task = niah.Niah(subset, num_lines=20)
     [example] = task.examples("test", 1, seed=3)
     key, value = example.needles[0]
@@ -174,7 +174,7 @@ def test_search_and_test_share_nothing():
             assert {split_of(first(example)) for example in make_task(name).examples(split, 12, seed=0)} == {split}
 
 
-def test_a_chain_together_stands_at_its_depth():
+def test_a_chain_together_is_at_its_depth():
     task = variable_tracking.VariableTracking(num_lines=12, num_chains=2, placing="together")
     [example] = task.examples("all", 1, seed=0)
     chain = " ".join(example.chains[0].assignments)

@@ -45,8 +45,8 @@ def test_they_are_searched_together(tmp_path, model_folder):
         "niah multikey_2, num lines 1, queries per haystack 2",
         "many_shot of intents, num shots 3",
     }
-    places = {(sample["position"], sample["slot"]) for sample in samples if "niah" in sample["task"]}
-    assert places == {(0, 0), (0, 1), (100, 1), (100, 0)}
+    slots = {(sample["position"], sample["slot"]) for sample in samples if "niah" in sample["task"]}
+    assert slots == {(0, 0), (0, 1), (100, 1), (100, 0)}
 
 
 def test_their_scores_are_those_of_the_outputs(tmp_path, model_folder):

@@ -1,4 +1,4 @@
-"""Tasks of a length in tokens, and with the fact alone."""
+"""Tasks of a length in tokens, and with only the fact."""
 
 import pytest
 from word_tokenizer import num_words, words
@@ -38,7 +38,7 @@ def test_as_many_items_as_a_length_holds(name, settings, tokens):
 
 
 @pytest.mark.parametrize(("name", "settings"), TASKS)
-def test_the_fact_alone_is_the_shortest_prompt_that_has_it(name, settings):
+def test_the_fact_without_a_haystack_is_the_shortest_prompt(name, settings):
     task = without_haystack(make_task(name, **settings))
     prompt = task.prompt(task.examples("test", 1, 0)[0], 0)
     assert all(prompt.text.count(gold) == 1 for gold in prompt.references if name != "vt")
