@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from nursery import OWN, VERB, log
+from nursery import OWN, QUICK, VERB, log
 
 from lpes_jax import hosts
 from lpes_jax.cli import run_verb
@@ -119,7 +119,7 @@ def test_an_environment_that_cannot_work_is_one_line(environment, named):
 def test_an_environment_that_changes_results_is_set_aside(model_folder, tmp_path):
     strange = {"JAX_NUMPY_RANK_PROMOTION": "raise", "JAX_ENABLE_X64": "1", "JAX_DEBUG_NANS": "1", "COLUMNS": "1"}
     strange |= {"MPLBACKEND": "module://matplotlib_inline.backend_inline", "PYTHONIOENCODING": "ascii", "TMPDIR": "/nowhere"}
-    strange |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # compiles faster
+    strange |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": QUICK}  # compiles faster
     done = lpes("evaluate", "--model", model_folder, *SMALL, "--output-path", tmp_path / "out[v2]", **strange)
     assert done.returncode == 0, done.stderr
     assert "JAX_ENABLE_X64=1" in done.stderr and "Traceback" not in done.stderr
