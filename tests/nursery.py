@@ -138,7 +138,7 @@ def lines(run: Path) -> int:
 
 
 def wait_for(run: Path, count: int) -> None:
-    end = time.monotonic() + 120
+    end = time.monotonic() + 600
     while lines(run) < count:
         assert time.monotonic() < end, log(run)
         time.sleep(0.002)
