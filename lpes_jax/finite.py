@@ -93,22 +93,29 @@ def first_bad_layer(
     query_gains = None if gains is None else jnp.asarray(gains, jnp.float32)
     table = config.rope_table(len(ids), scaled, granularity, query_gains, gains_granularity)
     tokens = jnp.array([ids], jnp.int32)
-    if not jnp.isfinite(model.embed[...][tokens]).all():
+    embedding, layers, x = _finite_until_logits(model, tokens, table)
+    if not embedding:
         return "embedding"
-    x, finite = _states_and_finite_layers(model, tokens, table)
-    if not finite.all():
-        return int(np.argmin(finite))
+    if not layers.all():
+        return int(np.argmin(layers))
     for start in range(0, len(ids), _CHUNK):
-        if not jnp.isfinite(output_logits(model, x[:, start : start + _CHUNK])).all():
+        if not _finite_logits(model, x[:, start : start + _CHUNK]):
             return "logits"
     return None
 
 
 @jax.jit
-def _states_and_finite_layers(
+def _finite_until_logits(
     model: Llama, tokens: Int[Array, "B T"], table: RopeTable
-) -> tuple[Float[Array, "B T E"], Bool[Array, "L"]]:
-    return states_after_layers(model, tokens, table, lambda x: jnp.isfinite(x).all())
+) -> tuple[Bool[Array, ""], Bool[Array, "L"], Float[Array, "B T E"]]:
+    """Whether the embedding and the output of each layer are finite; and the last layer's output."""
+    x, layers = states_after_layers(model, tokens, table, lambda x: jnp.isfinite(x).all())
+    return jnp.isfinite(model.embed[...][tokens]).all(), layers, x
+
+
+@jax.jit
+def _finite_logits(model: Llama, x: Float[Array, "B C E"]) -> Bool[Array, ""]:
+    return jnp.isfinite(output_logits(model, x)).all()
 
 
 def describe_layer(layer: int | str | None) -> str:
