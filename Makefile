@@ -1,10 +1,10 @@
-# make demo, make test, make test-all (before a release): each makes .venv, installs, and runs. PYTHON: any Python from 3.11 on.
+# make demo, make test, make test-all (before a release), make docs: each makes .venv, installs, and runs. PYTHON: any Python from 3.11 on.
 PYTHON ?= python3
 EXTRAS ?= test,parity
 # The tests start many processes; without .pyc files each would compile what it imports of transformers anew, for seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all serve-test clean
+.PHONY: demo test test-all serve-test docs clean
 
 demo: .venv/installed
 	rm -rf runs/demo
@@ -22,6 +22,10 @@ test test-all: .venv/installed-$(EXTRAS)
 serve-test: .venv/installed-$(EXTRAS)
 	.venv/bin/python -m pytest -m serving tests/serving
 
+# The site, in build/site. Every link between files is checked.
+docs: .venv/installed-docs
+	.venv/bin/mkdocs build --strict
+
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet --no-compile --editable .
@@ -30,6 +34,11 @@ serve-test: .venv/installed-$(EXTRAS)
 .venv/installed-$(EXTRAS): pyproject.toml
 	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet --no-compile --editable '.[$(EXTRAS)]'
+	touch $@
+
+.venv/installed-docs: pyproject.toml
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --no-compile --editable '.[docs]'
 	touch $@
 
 clean:
