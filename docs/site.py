@@ -34,7 +34,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """All files of the site: the theme's own, the repository's, and the reference."""
     found = {file.src_uri: file for file in files if file.inclusion.is_included() and not _is_in_docs(file, config)}
     pages = sorted({path for pattern in PAGES for path in ROOT.glob(pattern)})
-    for path in (*pages, *_linked(pages)):
+    for path in (*pages, *_linked(pages), ROOT / "docs/site.css"):
         name = path.relative_to(ROOT).as_posix()
         found[name] = File.generated(config, name, abs_src_path=str(path))
     for verb in VERBS:
@@ -86,9 +86,10 @@ def _groups(settings: Settings) -> Iterator[tuple[str, list[str]]]:
 def _row(group: Settings, name: str) -> str:
     value = getattr(group, name)
     shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-    default = "" if value in (None, ()) else f"`{shown}`"
+    default = "" if value in (None, ()) or isinstance(value, bool) else f"`{shown}`"
     text = " ".join(documented(type(group)).get(name, "").split()).replace("|", "\\|")
-    return f"| `--{name.replace('_', '-')}` | {default} | {text} |"
+    flag = ("--no-" if value is True else "--") + name.replace("_", "-")  # a switch that is on by default can be turned off
+    return f"| `{flag}` | {default} | {text} |"
 
 
 def python_page() -> str:
