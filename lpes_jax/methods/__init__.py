@@ -12,7 +12,7 @@
     moice                         bases mixed in each head by a router        1                Lin et al., arXiv 2406.19598
     self_extend                   far keys at coarser positions               1                Jin et al., arXiv 2401.01325
     hidden_channel                one channel of the hidden states scaled     1                Yu et al., arXiv 2406.02536
-    zero_tuning                   the first token's weight scaled             1 (see there)    Han et al., arXiv 2505.11739
+    zero_tuning                   the first token's weight scaled             1, attention: 2  Han et al., arXiv 2505.11739
     seal                          learnt scales of the attention's outputs    1                Lee et al., arXiv 2501.15225
 
 Not included: attention calibration (Hsieh et al., arXiv 2406.16008). It rescales the attention to each document, after one
@@ -22,8 +22,8 @@ of the paper that defines the uninformative text, or the heads and layers over w
 Not included either: PINE (Wang et al., arXiv 2407.01100), which makes the order of documents irrelevant. A maker does not know
 where documents are. In the released code (wzq016/PINE) every document attends to all others, also to later ones, so its states
 depend on the texts after it: no prefix can be shared, and the attention is not causal. For each document, and for each token
-after the documents, each head sorts the documents by their mean attention without positions. Nearly equal means are sorted by
-rounding, which depends on the order of the documents, so that the promised invariance is not exact.
+after the documents, each head sorts the documents by their mean attention without positions. Rounding decides between nearly
+equal means, and it depends on the order of the documents. So in floating point the promised invariance is not exact.
 
 A maker's result is scored and generates like the plain model: `batch_scores`, `token_nll` and `generate_ids` accept it. The
 function raises UserError for settings that no model could use, the maker for settings that the given model cannot use.

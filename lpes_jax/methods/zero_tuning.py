@@ -24,8 +24,9 @@ Where we differ:
 - Queries and keys are rotated as in the model. The paper also has a version for kernels that hide their weights, which scales
   queries or keys; that is another function, because a logit is then multiplied. We do not have it.
 - `choices` profiles heads within the budget: neighbouring heads share a trial if there are more than budget / 2. Their effect
-  is measured with gamma = 1.5 against the plain model, by accuracy and then by likelihood. The code does not fix these. The
-  remaining trials are values of gamma from 1 to 4, or to 1/4. With a budget below 8, all heads are scaled without a profile.
+  is measured with gamma = 1.5 against the plain model, by accuracy and then by likelihood; heads that lose by it count as
+  down-effective. The code does not fix these. The remaining trials are values of gamma from 1 to 4, or to 1/4. With a budget
+  below 8, all heads are scaled without a profile.
 - The unsupervised version, which chooses gamma by the entropy of the output, is not included.
 
 Letters: B batch, T queries, S keys, H heads, K key-value heads, D head dim, L layers.
