@@ -61,8 +61,8 @@ def logits(
     numbers = factors if isinstance(factors, LayerFactors) else _floating(factors)
     table = model.config.rope_table(ids.shape[1], numbers, granularity, _floating(gains), gains_granularity)
     found, finite = _logits(model, ids, table)
-    if not is_traced(finite) and not (well := np.asarray(finite)).all():
-        raise not_finite(model, np.asarray(ids)[~well].tolist(), _found(factors, granularity, gains, gains_granularity))
+    if not is_traced(finite) and not (is_finite := np.asarray(finite)).all():
+        raise not_finite(model, np.asarray(ids)[~is_finite].tolist(), _found(factors, granularity, gains, gains_granularity))
     return found
 
 

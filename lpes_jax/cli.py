@@ -56,11 +56,13 @@ def run_verb(
     *,
     check: Callable[[Flags], object] = check_bounds,
     many_hosts: bool = False,
+    needs_torch: Callable[[Flags], bool] = lambda flags: False,
 ) -> int:
     """Parse `arguments` over the dataclass `defaults` and run the verb with the result; returns the exit code.
 
     `check` raises UserError for flags and files that `run` would refuse; it needs no model and imports no JAX.
-    `many_hosts`: the verb has the flags of several processes, and runs in them.
+    `many_hosts`: the verb has the flags of several processes, and runs in them. `needs_torch`: `run` needs
+    transformers with torch.
     """
     try:
         with _sigterm():
@@ -77,6 +79,8 @@ def run_verb(
                     _check_output(flags, name)
                 check(flags)
             process.import_jax()
+            if not needs_torch(flags):
+                process.import_transformers()
             from lpes_jax import running
 
             return running.run(flags, parsed.hosts, run, folder_named=named, own=_is_own(arguments))

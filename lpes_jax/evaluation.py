@@ -200,7 +200,7 @@ def evaluate(
         if not prompts:
             raise UserError(f"--overlength skip leaves out all {len(examples)} questions; use fewer items per prompt")
         counts |= {"questions_skipped": len(left_out), "prompts_cut": sum(prompt.was_cut for prompt in prompts)}
-        asked = (
+        request = (
             version,
             tuple(slots),
             prompts_sha256(prompts),
@@ -211,7 +211,7 @@ def evaluate(
         )
         new_candidates: dict[Any, Candidate] = {}
         chosen = [
-            (candidate, (asked, _key(candidate, model.config.num_layers)))
+            (candidate, (request, _key(candidate, model.config.num_layers)))
             for candidate in candidates
             if candidate.plain == plain
         ]
@@ -364,7 +364,7 @@ class _Measure:
         ]
         scored = [task.score(output, prompt) for output, prompt in zip(outputs, outcome.prompts, strict=True)]
         own = {metric: np.array([score[metric] for score in scored]).reshape(shape) for metric in task.metrics}
-        begun = [begins_with(new, prompt.answers) for new, prompt in zip(ids, encoded, strict=True)]
+        has_prefix = [begins_with(new, prompt.answers) for new, prompt in zip(ids, encoded, strict=True)]
         counts = {
             "outputs_empty": sum(not output.strip() for output in outputs),
             "outputs_ended_by_length": sum(len(new) == self.new_tokens for new in ids),
@@ -375,6 +375,6 @@ class _Measure:
             scores=outcome.scores | own,
             outputs=outputs,
             output_tokens=[len(new) for new in ids],
-            prefix_of_outputs=np.array(begun).reshape(shape) if "prefix" in self.metrics else None,
+            prefix_of_outputs=np.array(has_prefix).reshape(shape) if "prefix" in self.metrics else None,
             counts=outcome.counts | counts,
         )

@@ -72,8 +72,8 @@ class GeneratedScorer:
             rows.append([self._score(output, prompt) for output, prompt in zip(outputs, self._prompts, strict=True)])
             finite.append(finite_rows)
         scores = np.array(rows, np.float32).reshape(len(factors), self.num_prompts)
-        well = np.array(finite, bool).reshape(scores.shape)
-        return Scores(np.where(well, scores, 0), np.where(well, np.float32(0), np.float32(np.nan)))
+        is_finite = np.array(finite, bool).reshape(scores.shape)
+        return Scores(np.where(is_finite, scores, 0), np.where(is_finite, np.float32(0), np.float32(np.nan)))
 
 
 def generate_ids(
@@ -121,7 +121,7 @@ def generate_ids(
         on_prompts=on_prompts,
     )
     if not all(finite):
-        bad = [[*ids, *output] for ids, output, well in zip(prompts, outputs, finite, strict=True) if not well]
+        bad = [[*ids, *output] for ids, output, is_finite in zip(prompts, outputs, finite, strict=True) if not is_finite]
         raise not_finite(model, bad, factors, granularity, name=name, method=make_method is not None)
     return outputs
 
@@ -188,9 +188,9 @@ def _generated(
         if not least(int(new is not None)) or new is None:
             per_device = math.ceil(per_device / 2)
             continue
-        for i, ids, well in zip(batch, *(part.tolist() for part in to_host(new)), strict=False):
+        for i, ids, is_finite in zip(batch, *(part.tolist() for part in to_host(new)), strict=False):
             end = next((n for n, token in enumerate(ids) if token in ends), len(ids))
-            outputs[i], finite[i] = ids[: end + keep_stop], well
+            outputs[i], finite[i] = ids[: end + keep_stop], is_finite
         start += len(batch)
         on_prompts(len(batch))
     return outputs, finite

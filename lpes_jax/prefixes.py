@@ -254,12 +254,12 @@ def pack_groups(
     read_index, answers = np.zeros((2, size, num_rows, longest), np.int32)
     is_answer = np.zeros((size, num_rows, longest), bool)
     for b, group in enumerate(groups):
-        where, gap = np.arange(len(group.tokens)), max(0, prefix - group.prefix)
-        where[group.prefix :] += gap
-        tokens[b, where], positions[b, where] = group.tokens, group.positions
+        indices, gap = np.arange(len(group.tokens)), max(0, prefix - group.prefix)
+        indices[group.prefix :] += gap
+        tokens[b, indices], positions[b, indices] = group.tokens, group.positions
         ends[b, : group.prefix] = width
-        ends[b, where[group.prefix :]] = group.ends[group.prefix :] + gap
-        read[b, : len(group.read)] = where[group.read]
+        ends[b, indices[group.prefix :]] = group.ends[group.prefix :] + gap
+        read[b, : len(group.read)] = indices[group.read]
         for r, i in enumerate(group.rows):
             answer = rows[i][1]
             part = b, r, slice(len(answer))
@@ -298,15 +298,15 @@ def batches(
     written = sum(float(costs.group(group.prefix, len(group.tokens) - group.prefix)) for group in groups) / costs.token
     extra = max(_SHAPE_OF_KNOWN_COST * written, float(shape_cost)) if shape_cost else _SHAPE * written
     parts = _FINE if 0 < shape_cost < _FINE_SAVES * written else _COARSE
-    ways: list[tuple[float, list[tuple[Shape, list[Group]]]]] = []
+    candidates: list[tuple[float, list[tuple[Shape, list[Group]]]]] = []
     kinds = [kind for shared in (False, True) if (kind := [group for group in groups if (len(group.rows) > 1) == shared])]
     for split in (kinds, [list(groups)])[: len(kinds)]:  # with one kind, both are equal
         cut = [
             min((_by_shape(order, size_of, costs, extra, parts) for order in _orders(kind)), key=lambda cut: cut[0])
             for kind in split
         ]
-        ways.append((sum(cost for cost, _ in cut), [shaped for _, shapes in cut for shaped in shapes]))
-    cost, by_shape = min(ways, key=lambda way: way[0])
+        candidates.append((sum(cost for cost, _ in cut), [shaped for _, shapes in cut for shaped in shapes]))
+    cost, by_shape = min(candidates, key=lambda candidate: candidate[0])
     found = []
     for shape, members in by_shape:
         size = int(size_of(len(members), shape.prefix + shape.branches))
@@ -317,7 +317,7 @@ def batches(
 
 def _orders(groups: Sequence[Group]) -> list[list[Group]]:
     """The groups sorted by root, by branches, and by all tokens; neighbours may have a common shape."""
-    by_root, by_branches = (sorted(groups, key=lambda group: group.shape[::way]) for way in (1, -1))
+    by_root, by_branches = (sorted(groups, key=lambda group: group.shape[::step]) for step in (1, -1))
     return [by_root, by_branches, sorted(groups, key=lambda group: (len(group.tokens), group.prefix))]
 
 
@@ -330,17 +330,17 @@ def _by_shape(
     starts, kinds = np.append(0, ends[:-1]), kinds[ends - 1]
     best, begins, is_cut = np.zeros(len(ends) + 1), np.zeros(len(ends) + 1, int), np.zeros(len(ends) + 1, bool)
     for end in range(1, len(ends) + 1):
-        back = kinds[:end][::-1]  # its cumulative maximum (or minimum) covers the kinds from each start to this end
-        root, branches, _, width = np.maximum.accumulate(back, axis=0)[::-1].T
-        prefix = np.minimum.accumulate(back[:, 2])[::-1]
+        reversed_kinds = kinds[:end][::-1]  # its cumulative maximum (or minimum) covers the kinds from each start to this end
+        root, branches, _, width = np.maximum.accumulate(reversed_kinds, axis=0)[::-1].T
+        prefix = np.minimum.accumulate(reversed_kinds[:, 2])[::-1]
         count = ends[end - 1] - starts[:end]
-        both = []
+        padded_and_cut = []
         for shape in ((root, branches), (prefix, width - prefix)):
             size = size_of(count, sum(shape))
-            both.append(best[:end] + -(-count // size) * size * costs.group(*shape) / costs.token + extra)
-        least = np.minimum(*both)
+            padded_and_cut.append(best[:end] + -(-count // size) * size * costs.group(*shape) / costs.token + extra)
+        least = np.minimum(*padded_and_cut)
         begins[end] = least.argmin()
-        best[end], is_cut[end] = least[begins[end]], both[1][begins[end]] < both[0][begins[end]]
+        best[end], is_cut[end] = least[begins[end]], padded_and_cut[1][begins[end]] < padded_and_cut[0][begins[end]]
     by_shape, end = [], len(ends)
     while end:
         members = list(ordered[int(starts[begins[end]]) : int(ends[end - 1])])

@@ -79,6 +79,21 @@ def take_over() -> None:
         leave(2, f"error: {error}")
 
 
+def import_transformers() -> None:
+    """In a command: import transformers' tokenizers without torch, which they do not need and which takes seconds.
+
+    For transformers there is no torch in this process from then on.
+    """
+    if not _owned or sys.modules.keys() & {"torch", "transformers"}:
+        return
+    sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]  # makes every import of it fail
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
+    try:
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
+    finally:
+        del sys.modules["torch"]
+
+
 def import_jax() -> None:
     """Import JAX. Raises UserError if it refuses a setting in the environment."""
     try:

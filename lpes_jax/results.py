@@ -210,11 +210,11 @@ def _finite(value: float, digits: int | None = None) -> float | None:
 
 def record_of(outcome: Outcome) -> dict[str, Any]:
     """An outcome as a JSON object, without its candidate and its prompts."""
-    likelihood, begun = outcome.log_likelihood, outcome.prefix_of_outputs
+    likelihood, has_prefix = outcome.log_likelihood, outcome.prefix_of_outputs
     return {
         "scores": {metric: values.tolist() for metric, values in outcome.scores.items()},
         "log_likelihood": None if likelihood is None else [[str(value) for value in row] for row in likelihood],  # may be -inf
-        "prefix_of_outputs": None if begun is None else begun.tolist(),
+        "prefix_of_outputs": None if has_prefix is None else has_prefix.tolist(),
         **{name: getattr(outcome, name) for name in _PLAIN},
     }
 
@@ -225,11 +225,11 @@ def outcome_of(record: Mapping[str, Any]) -> Outcome:
     Raises:
         KeyError, TypeError, ValueError: The record is damaged.
     """
-    likelihood, begun = record["log_likelihood"], record["prefix_of_outputs"]
+    likelihood, has_prefix = record["log_likelihood"], record["prefix_of_outputs"]
     scores = {metric: np.array(values, np.float64) for metric, values in record["scores"].items()}
     found = [*scores.values()]
     found += [] if likelihood is None else [np.array(likelihood, np.float32)]
-    found += [] if begun is None else [np.array(begun, bool)]
+    found += [] if has_prefix is None else [np.array(has_prefix, bool)]
     outputs, tokens, prompt_tokens = (record[name] for name in ("outputs", "output_tokens", "prompt_tokens"))
     if not scores or any(values.shape != found[0].shape or values.ndim != 2 for values in found):
         raise ValueError("scores of different shapes")
@@ -244,6 +244,6 @@ def outcome_of(record: Mapping[str, Any]) -> Outcome:
         [],
         scores,
         None if likelihood is None else np.array(likelihood, np.float32),
-        prefix_of_outputs=None if begun is None else np.array(begun, bool),
+        prefix_of_outputs=None if has_prefix is None else np.array(has_prefix, bool),
         **{name: record[name] for name in _PLAIN},
     )

@@ -91,7 +91,7 @@ def check_model(
     factors.for_model(config.num_layers, config.num_kv_heads, config.rotary_dim, where)
     model = factors.model
     differences = _differences(factors, config, tokenizer, where)
-    differs = [f"{name} {_shown(then)}, here {_shown(now)}" for name, then, now in differences]
+    differs = [f"{name} {_shown(recorded)}, here {_shown(here)}" for name, recorded, here in differences]
     found_for = f"found for {'another model' if differs else 'other weights'}"
     if isinstance(model.get("name"), str):
         found_for += f", {model['name']:.80}"

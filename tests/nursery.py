@@ -16,8 +16,10 @@ import json, os, resource, sys, traceback
 import flax.nnx, gguf, jax, jinja2, matplotlib.backends.backend_agg, matplotlib.backends.backend_svg, matplotlib.figure
 import optax, rich.progress, safetensors.numpy, scipy.stats, tokenizers, tyro
 if sys.argv[1] == "hub":
+    sys.modules["torch"] = None  # as in a command: transformers imports no torch
     import transformers
     from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
+    del sys.modules["torch"]
 
 matplotlib.figure.Figure.savefig = lambda figure, path, **options: open(path, "wb").close()
 for line in sys.stdin:

@@ -31,7 +31,7 @@ def test_the_bundled_model_loses_the_middle_of_a_long_prompt():
     model, tokenizer = lj.load_model(NAME, "float32"), lj.load_tokenizer(NAME)
     pairs, positions = 36, (0, 50, 100)
     task = KeyValue(pairs, key_length=8)
-    examples = task.examples("test", 24, 0)
+    examples = task.examples("test", 12, 0)
     prompts = [task.prompt(example, task_prompts.slot(p, pairs), p) for example in examples for p in positions]
     encoded = task_prompts.encode(prompts, tokenizer, model.config.max_position_embeddings)
     factors = np.ones((1, model.config.num_layers))

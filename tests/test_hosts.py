@@ -85,10 +85,20 @@ def test_a_pair_of_which_one_was_killed_finds_what_one_process_finds(nursery, tm
     assert same_as_alone(tmp_path)
 
 
+def test_a_pair_finds_what_one_process_finds(nursery, tmp_path):
+    few = "--generations", 1
+    single = nursery.start(tmp_path / "alone", "ga", *few)
+    assert [nursery.wait(pid) for pid in (single, *pair(nursery, tmp_path, "ga", *few))] == [0, 0, 0], log(tmp_path / "0")
+    assert lines(tmp_path / "alone") > 6  # more than the first generation
+    assert same_as_alone(tmp_path)
+
+
+@pytest.mark.long
 def test_a_pair_descends_as_one_process_with_two_devices(nursery, tmp_path):
     # A gradient is a sum over the devices, which rounds otherwise on one.
-    single = nursery.start(tmp_path / "alone", "gradient", XLA_FLAGS="--xla_force_host_platform_device_count=2")
-    assert [nursery.wait(pid) for pid in (single, *pair(nursery, tmp_path, "gradient"))] == [0, 0, 0], log(tmp_path / "0")
+    few = "--steps", 6, "--look-every", 2
+    single = nursery.start(tmp_path / "alone", "gradient", *few, XLA_FLAGS="--xla_force_host_platform_device_count=2")
+    assert [nursery.wait(pid) for pid in (single, *pair(nursery, tmp_path, "gradient", *few))] == [0, 0, 0], log(tmp_path / "0")
     assert same_as_alone(tmp_path)
 
 

@@ -1,7 +1,6 @@
 """The verb profile on the bundled model: its page, and its claims against the model's own scores."""
 
 import json
-import time
 
 import numpy as np
 import pytest
@@ -77,10 +76,8 @@ def test_before_and_with_factors_on_the_same_questions(tmp_path, monkeypatch):
 
 
 def test_no_time_is_no_error(tmp_path, model_folder, capfd):
-    started = time.monotonic()
     flags = ["--model", str(model_folder), "--tasks", "kv", "--lengths", "200", "--key-length", "2", "--minutes", "0.01"]
     assert main(["profile", *flags, "--output-path", str(tmp_path / "out")]) == 0
-    assert time.monotonic() - started < 120
     record = json.loads((tmp_path / "out" / "profile.json").read_text())
     assert record["says"]["baseline"] in capfd.readouterr().out and record["text_loss"] is None
     assert "missing" in record["columns"][0]

@@ -30,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments,
         "doctor",
         check=lambda flags: doctor.check_inputs(flags),
+        needs_torch=lambda flags: flags.checks.compare_with_transformers,
     )
     return code or int(not all(check.passed for check in checks))
 

@@ -138,9 +138,9 @@ def _greedy(
         positions = lengths + step - 1  # the position of `token` in each row
         decode = partial(_decode, model, token, positions, windows, method.replacement)
         hidden, keys, values = over_tables(decode, method.tables, keys, values, known)
-        following, well = _chosen(method_logits(model, hidden, method)[:, 0], key, step)
+        following, is_finite = _chosen(method_logits(model, hidden, method)[:, 0], key, step)
         following = jnp.where(done, token, following.astype(tokens.dtype))
-        return step + 1, new.at[:, step].set(following), done | stopped(following), finite & (done | well), keys, values
+        return step + 1, new.at[:, step].set(following), done | stopped(following), finite & (done | is_finite), keys, values
 
     state = (jnp.int32(1), new, stopped(first), finite, keys, values)
     steps, new, _, finite, _, _ = jax.lax.while_loop(unfinished, one_token, state)

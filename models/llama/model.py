@@ -224,8 +224,8 @@ def _run_prompts(
         out = within_window(config, length, context.own, _causal, q, k, v)
         if context.scaled is not None:
             window = jnp.where(context.own, config.sliding_window or length, length)
-            again = partial(_last_rows_scaled, out, context.scaled, v, row, known - 1, last_rows, window)
-            out, k = jax.lax.cond(row.parameters.factor != 1, again, lambda: (out, k))
+            rescaled = partial(_last_rows_scaled, out, context.scaled, v, row, known - 1, last_rows, window)
+            out, k = jax.lax.cond(row.parameters.factor != 1, rescaled, lambda: (out, k))
         return out, ((k, v), None)
 
     rows, own = layer_rows(config, table, replacement), slides(config, length)
@@ -274,8 +274,8 @@ def _last_rows_scaled(
 
     q = jnp.take_along_axis(q, positions[:, :, None, None], axis=1, mode="clip")
     rows_at_once = min(_ROWS_AT_ONCE, positions.shape[1])
-    again = jax.lax.map(attend, (q.swapaxes(0, 1), positions.T), batch_size=rows_at_once).swapaxes(0, 1)
-    return out.at[jnp.arange(len(out))[:, None], positions].set(again, mode="drop"), k
+    recomputed = jax.lax.map(attend, (q.swapaxes(0, 1), positions.T), batch_size=rows_at_once).swapaxes(0, 1)
+    return out.at[jnp.arange(len(out))[:, None], positions].set(recomputed, mode="drop"), k
 
 
 def channel_of(row: Layer) -> Channel | None:

@@ -202,10 +202,10 @@ def _from_tokenizer_json(folder: Path) -> "transformers.PreTrainedTokenizerFast"
     kind = str(kind or _CLASS_OF_MODEL_TYPE.get(str(model.get("model_type")))).removesuffix("Fast")
     defaults, adds_bos = _CLASSES.get(kind, ({}, None))
     defaults = {key: value for key, value in defaults.items() if key not in config and key not in names}
-    there = {key: value for key, value in defaults.items() if key == "padding_side" or own.token_to_id(value) is not None}
+    available = {key: value for key, value in defaults.items() if key == "padding_side" or own.token_to_id(value) is not None}
     # transformers applies the settings to an empty tokenizer, so they cannot change the pipeline.
     empty = Tokenizer(models.BPE())
-    how: dict[str, Any] = {"local_files_only": True, "tokenizer_object": empty, **there}
+    how: dict[str, Any] = {"local_files_only": True, "tokenizer_object": empty, **available}
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, **how)
     for token in added_by_settings(own, tokenizer):
         own.add_tokens([token])
@@ -223,13 +223,13 @@ def added_by_settings(own: Tokenizer, tokenizer: "transformers.PreTrainedTokeniz
 
     Tokens that `own` has keep its flags for surrounding spaces and for normalisation.
     """
-    has = {token.content: token for token in own.get_added_tokens_decoder().values()}
+    own_tokens = {token.content: token for token in own.get_added_tokens_decoder().values()}
     tokens = []
     for _, token in sorted(tokenizer.added_tokens_decoder.items()):
-        if (there := has.get(token.content)) is None:
+        if (existing := own_tokens.get(token.content)) is None:
             tokens.append(token)
-        elif token.special and not there.special:
-            flags = {flag: getattr(there, flag) for flag in ("single_word", "lstrip", "rstrip", "normalized")}
+        elif token.special and not existing.special:
+            flags = {flag: getattr(existing, flag) for flag in ("single_word", "lstrip", "rstrip", "normalized")}
             tokens.append(AddedToken(token.content, special=True, **flags))
     return tokens
 

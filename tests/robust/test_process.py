@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -166,6 +167,26 @@ def test_a_bad_flag_in_a_colour_terminal_is_one_line():
     assert process.wait() == 2
     [line] = said.decode().strip().splitlines()
     assert line.startswith("error: Unrecognized options: --pairs") and "\x1b" not in line and "│" not in line
+
+
+@pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
+def test_a_command_imports_no_torch():
+    """As `python -m` does it; a process that is not a command's own keeps its torch."""
+    program = """if True:
+        import sys
+        from lpes_jax import process
+        process.import_transformers()
+        assert "transformers" not in sys.modules
+        process.take_over()
+        process.import_transformers()
+        from lpes_jax.models.llama import load_tokenizer
+        print(load_tokenizer("tiny-retriever").encode("a"), "torch" in sys.modules)
+        import torch
+        print(torch.ones(1).tolist())
+    """
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    ids, ones = done.stdout.splitlines()
+    assert ids == "[1, 66] False" and ones == "[1.0]" and "PyTorch" not in done.stderr, done
 
 
 def test_who_waits_for_others_says_so(monkeypatch, capsys):

@@ -51,10 +51,17 @@ def prompts_of(seed: int, count: int = 6) -> list[EncodedPrompt]:
     ]
 
 
-@pytest.mark.parametrize("algorithm", ["ga", "gradient", pytest.param("cma_es", marks=pytest.mark.long)])
-def test_searches_of_gains_and_of_both(model_folder, tmp_path, algorithm, capsys):
+@pytest.mark.parametrize(
+    ("algorithm", "learns"),
+    [
+        ("ga", ("gains", "both")),
+        ("gradient", ("both",)),
+        *(pytest.param(algorithm, ("gains", "both"), marks=pytest.mark.long) for algorithm in ("cma_es", "gradient")),
+    ],
+)
+def test_searches_of_gains_and_of_both(model_folder, tmp_path, algorithm, learns, capsys):
     command = ["--model", str(model_folder), *SMALL, *ALGORITHMS[algorithm].split()]
-    for learn in ("gains", "both"):
+    for learn in learns:
         run = tmp_path / learn
         assert main([*command, "--learn", learn, "--output-path", str(run)]) == 0, capsys.readouterr().err
         history, found = history_of(run), LayerFactors.load(run / "factors.json")

@@ -12,11 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from descents import haystacks, looks_of
+from test_loop import Analytic, scored_as
 
 from lpes_jax.errors import UserError
 from lpes_jax.factors import LayerFactors
 from lpes_jax.models.llama import Llama
 from lpes_jax.rope import RopeTable
+from lpes_jax.search import loop
 from lpes_jax.search.algorithms import between_families, box_parameters, factors_applied
 from lpes_jax.search.checks import check
 from lpes_jax.search.gradient import answer_loss, descend, initial_state, text_loss
@@ -44,6 +46,7 @@ SMALL = {
     "minibatch_size": 3,
 }
 SIZES = {"minibatch_size": 6, "learning_rate": 0.003}
+loss_of, text_loss_of = jax.jit(answer_loss), jax.jit(text_loss)  # one program each, not one per operation
 
 
 def prompts_of(seed: int, count: int = 6) -> list[EncodedPrompt]:
@@ -135,7 +138,7 @@ def test_descent_lowers_the_loss_stays_in_the_box_and_keeps_the_best_look(pieces
         assert (measured.parameters["y"] >= 0.9).all() and (measured.parameters["y"] <= 1.2).all()
         assert measured.loss == pytest.approx(measured.task_losses[0]) and 0 <= measured.accuracies[0] <= 1
     # The loss of a look is the weighted mean of -log p, here against the objective that steps see.
-    assert looks[0].loss == pytest.approx(float(answer_loss(model, train.tasks[0], apply(model, parameters)[1])), rel=1e-5)
+    assert looks[0].loss == pytest.approx(float(loss_of(model, train.tasks[0], apply(model, parameters)[1])), rel=1e-5)
 
 
 def test_patience_ends_early_and_a_resumed_descent_is_the_uninterrupted_one(pieces):
@@ -166,13 +169,13 @@ def test_weights_are_in_the_loss_or_in_the_draws(pieces):
     never = pack(prompts, [0.0, 0.0, 0.5, 0.0, 0.5, 0.5])
     separate = pack([prompts[2], prompts[4], prompts[5]], [1.0, 1.0, 1.0])
     table = apply(model, parameters)[1]
-    assert float(answer_loss(model, never, table)) == pytest.approx(float(answer_loss(model, separate, table)), rel=1e-5)
+    assert float(loss_of(model, never, table)) == pytest.approx(float(loss_of(model, separate, table)), rel=1e-5)
     # Prompts that are never drawn: three remain, and a minibatch is three.
     by_draws, _ = looks_of(
         (model, Data([never]), held_back, parameters, apply, project),
         GradientSettings(minibatch_size=3, steps=1, look_every=1, weights_in="sampling"),
     )
-    assert by_draws[1].train_loss == pytest.approx(float(answer_loss(model, separate, table)), rel=1e-5)
+    assert by_draws[1].train_loss == pytest.approx(float(loss_of(model, separate, table)), rel=1e-5)
 
 
 def test_prompts_that_are_alike_are_grouped_where_that_halves_the_cost(tiny_config):
@@ -238,7 +241,7 @@ def test_text_term_penalty_and_gate(pieces):
     settings = GradientSettings(**SIZES, steps=4, look_every=2)
     text_settings = TextSettings(text_weight=2.0, text_minibatch=2, max_text_loss_rise=0.0)
     looks, best = looks_of(with_text, settings, text_settings, penalty=lambda p: 0.5 * jnp.square(p["y"] - 1).mean())
-    plain = float(text_loss(model, text, apply(model, parameters)[1]))
+    plain = float(text_loss_of(model, text, apply(model, parameters)[1]))
     assert looks[0].text_loss == pytest.approx(plain, rel=1e-5)
     for measured in looks:
         distance = 0.5 * float(jnp.square(measured.parameters["y"] - 1).mean())
@@ -358,7 +361,8 @@ def test_spaces_give_factors_of_their_granularity(tiny_config):
 
 
 @pytest.mark.parametrize("algorithm", ["ga", "cma_es"])
-def test_a_budget_of_evaluations_is_kept_to_the_evaluation(guesser, tokenizer, tmp_path, algorithm):
+def test_a_budget_of_evaluations_is_kept_to_the_evaluation(guesser, tokenizer, tmp_path, algorithm, monkeypatch):
+    monkeypatch.setattr(loop, "make_scorer", scored_as(Analytic))  # scores are not tested here
     settings = SearchSettings.of(
         **SMALL | {"algorithm": algorithm, "population_size": 6, "parents": 3, "mutations": 4, "crossovers": 1},
         max_evaluations=17, output_path=tmp_path / "run",

@@ -15,6 +15,7 @@ from lpes_jax.settings.search import GradientSettings, TextSettings
 from lpes_jax.text_nll import token_divergence
 
 pytestmark = pytest.mark.promotes
+loss_of = jax.jit(text_loss)  # one program, not one per operation
 
 
 def divided(own: RopeTable, y: jax.Array) -> RopeTable:
@@ -47,12 +48,14 @@ def test_its_gradient_is_that_of_finite_differences_and_none_at_the_start(tiny_m
     tokens = windows_of((2, 13))
     own = tiny_model.config.rope_table(13)
 
+    @jax.jit
     def loss(y: jax.Array) -> jax.Array:
         return text_loss(tiny_model, tokens, divided(own, y), reference=tiny_model)
 
-    np.testing.assert_allclose(jax.grad(loss)(jnp.ones(3)), 0, atol=1e-4)
+    gradient = jax.jit(jax.grad(loss))
+    np.testing.assert_allclose(gradient(jnp.ones(3)), 0, atol=1e-4)
     y, step = jnp.array([1.05, 0.98, 1.1]), 1e-4
-    for number, slope in enumerate(jax.grad(loss)(y)):
+    for number, slope in enumerate(gradient(y)):
         beside = [float(loss(y.at[number].add(sign * step))) for sign in (1, -1)]
         assert float(slope) == pytest.approx((beside[0] - beside[1]) / (2 * step), rel=0.03, abs=1e-2)
 
@@ -70,7 +73,7 @@ def test_a_descent_counts_the_divergence_and_reports_the_likelihood(tiny_model, 
 
     def divergence(parameters) -> list[float]:
         table = apply(tiny_model, parameters)[1]
-        return [float(text_loss(tiny_model, text, table, reference=tiny_model)) for text in texts]
+        return [float(loss_of(tiny_model, text, table, reference=tiny_model)) for text in texts]
 
     settings = GradientSettings(minibatch_size=6, learning_rate=0.02, steps=4, look_every=2)
     data = tiny_model, train, held_back, parameters, apply, lambda moved: moved
@@ -79,7 +82,7 @@ def test_a_descent_counts_the_divergence_and_reports_the_likelihood(tiny_model, 
     for measured in looks:
         np.testing.assert_allclose(measured.text_divergence, divergence(measured.parameters), rtol=1e-4, atol=1e-6)
         assert measured.loss == pytest.approx(measured.task_losses[0] + 3 * np.mean(measured.text_divergence), rel=1e-5)
-        likelihood = np.mean([float(text_loss(tiny_model, text, apply(tiny_model, measured.parameters)[1])) for text in texts])
+        likelihood = np.mean([float(loss_of(tiny_model, text, apply(tiny_model, measured.parameters)[1])) for text in texts])
         assert measured.text_loss == pytest.approx(likelihood, rel=1e-5)
     # A heavy divergence holds the parameters where they were.
     held, _ = looks_of(data, settings, TextSettings(text_minibatch=1, text_weight=3000.0, text_objective="kl"))
