@@ -142,7 +142,7 @@ def llama_cpp_tables() -> list[str]:
             form,
             f"{record['kl_most']:.1e}",
             f"{record['kl_of_plain_least']:.2g}",
-            f"{record['answer_token_off_most']:.1e}",
+            f"{record['answer_token_off_most']:.1e} ({record['answer_token_off_mean']:.1e})",
             record["date"],
         ]
         for form, record in _record("llama_cpp_tests")["forms"].items()
@@ -173,9 +173,26 @@ def llama_cpp_tables() -> list[str]:
             files,
         ),
     ]
-    head = ["model", "KL at most", "KL of the file as it is, at least", "token of an answer off by at most", "date"]
-    tests_title = "The tests of `make serve-test`, next token and answers (KL from lpes_jax with the factors):"
-    return [*tables, tests_title, _table(head, tiny)] if tiny else tables
+    head = ["model", "KL at most", "KL of the file as it is, at least", "token of an answer off by at most (mean)", "date"]
+    if tiny:
+        tables += [
+            "The tests of `make serve-test`, next token and answers (KL from lpes_jax with the factors):",
+            _table(head, tiny),
+        ]
+    if told := _self_test_rows():
+        head = ["model", "tokens of prompts", "log-probabilities", "off by at most (mean)", "the file as it is (mean)"]
+        tables += ["`self_test.json` at the end of each of its prompts:", _table(head, told)]
+    return tables
+
+
+def _self_test_rows() -> list[list[str]]:
+    """Rows of models whose patched file was asked for self_test.json in llama.cpp."""
+    rows = []
+    for form, record in _record("llama_cpp_tests")["forms"].items():
+        if told := record.get("self_test"):
+            off, plain = (_most_and_mean(told, kind) for kind in ("off", "from_plain"))
+            rows.append([form, f"{told['shortest']:,} to {told['longest']:,}", str(told["log_probs"]), off, plain])
+    return rows
 
 
 def _record(server: str) -> dict[str, Any]:

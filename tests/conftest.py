@@ -18,7 +18,7 @@ from byte_tokenizer import byte_tokenizer
 from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
 from matplotlib.figure import Figure
-from nursery import Nursery
+from nursery import QUICK, Nursery
 
 from lpes_jax.errors import UserError
 from lpes_jax.models import zoo
@@ -29,10 +29,7 @@ from lpes_jax.rope import RopeParameters
 ROOT = Path(__file__).resolve().parent.parent
 
 
-# On a CPU these compile tiny models in half of the time: no fusion emitters, and each program in one piece by one thread.
-QUICK = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-if jax.__version_info__ < (0, 11):  # later ones lack it, and end where they do not know a flag
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK}".strip()
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK}".strip()
 
 
 DEVICES = ROOT / "tests" / "devices"

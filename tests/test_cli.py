@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from nursery import QUICK
 
 from lpes_jax.cli import run_verb
 from lpes_jax.factors import LayerFactors
@@ -40,7 +41,7 @@ SMALL = (
 @pytest.fixture(scope="module")
 def searched(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> tuple[Path, subprocess.CompletedProcess[str]]:
     folder = tmp_path_factory.mktemp("search") / "run"
-    quickly = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # compiles faster
+    quickly = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": QUICK}  # compiles faster
     return folder, lpes("search", "--model", model_folder, *SMALL, "--output-path", folder, **quickly)
 
 

@@ -91,7 +91,7 @@ def test_a_comparison_that_is_killed_goes_on(compared, nursery, model_folder, tm
     for name, value in SMALL.items():
         flags += [f"--{name.replace('_', '-')}", str(value)]
     flags += ["--factors", str(folder / "factors.json")]
-    measured, log, end = out / "unfinished/uniform.measured.json", tmp_path / "log.txt", time.monotonic() + 120
+    measured, log, end = out / "unfinished/uniform.measured.json", tmp_path / "log.txt", time.monotonic() + 600
     pid = nursery.run(VERB, log, "compare", *flags, "--output-path", out, "--methods", *names)
     while not measured.exists():
         assert time.monotonic() < end, log.read_text()

@@ -328,11 +328,11 @@ def _step(
 ) -> tuple[Parameters, Any, Float[Array, ""]]:
     inputs = model, tasks, texts, parameters, text_weight
     if mesh.size == 1:  # nothing to split, and nothing to add up
-        loss, gradient = _loss_and_gradient(goal, 1, lambda of_shard: of_shard, *inputs)
+        loss, gradient = _loss_and_gradient(goal, 1, lambda share: share, *inputs)
     else:
-        of_shard = partial(_loss_and_gradient, goal, mesh.shape["population"], partial(jax.lax.psum, axis_name="population"))
+        one_shard = partial(_loss_and_gradient, goal, mesh.shape["population"], partial(jax.lax.psum, axis_name="population"))
         specs = EVERYWHERE, BY_POPULATION, BY_POPULATION, EVERYWHERE, EVERYWHERE
-        loss, gradient = over_population(of_shard, mesh, specs, EVERYWHERE)(*inputs)
+        loss, gradient = over_population(one_shard, mesh, specs, EVERYWHERE)(*inputs)
     updates, moments = _adam.update(gradient, moments)
     moved = jax.tree.map(lambda value, update: value - learning_rate.astype(value.dtype) * update, parameters, updates)
     return goal.project(moved), moments, loss
@@ -358,8 +358,8 @@ def _loss_and_gradient(
         if len(texts) == 1:
             loss = loss + text_weight * text_loss(tuned, texts[0].tokens, table, texts[0].counts, total, as_is)
         elif texts:
-            of_texts = [text_loss(tuned, text.tokens, table, text.counts, total, as_is) for text in texts]
-            loss = loss + text_weight * _weighted_sum([1 / len(texts)] * len(texts), of_texts)
+            losses_by_length = [text_loss(tuned, text.tokens, table, text.counts, total, as_is) for text in texts]
+            loss = loss + text_weight * _weighted_sum([1 / len(texts)] * len(texts), losses_by_length)
         return loss + goal.regular(parameters) / shards
 
     return jax.tree.map(total, jax.value_and_grad(objective)(parameters))

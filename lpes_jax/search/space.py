@@ -180,7 +180,7 @@ class Space:
         return replace(self, x=self._increasing(points[:, 0], where), **start)
 
     def _of_units(
-        self, name: str, found: Float[np.ndarray, "L *of_file"], granularity: Granularity, where: str
+        self, name: str, found: Float[np.ndarray, "L *found"], granularity: Granularity, where: str
     ) -> Float[np.ndarray, "C *units"]:
         """The values of the scaled layers, in the units of this space."""
         found = found[self.layers.start : self.layers.stop]

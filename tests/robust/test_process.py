@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from nursery import OWN, VERB, log
+from nursery import OWN, QUICK, VERB, log
 
 from lpes_jax import hosts
 from lpes_jax.cli import run_verb
@@ -37,7 +37,7 @@ def lpes(*arguments: object, **environment: str) -> subprocess.CompletedProcess[
 
 
 def wait_for_ready(path: Path) -> None:
-    end = time.monotonic() + 120
+    end = time.monotonic() + 600
     while not (path.exists() and "ready" in path.read_text()):
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -79,7 +79,7 @@ def test_a_signal_while_python_imports_is_one_line(moment, tmp_path):
         [mask] = [line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")]
         return bool(int(mask, 16) >> (signal.SIGTERM - 1) & 1)
 
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     while not handles_sigterm():
         assert time.monotonic() < end and process.poll() is None
         time.sleep(0.002)
@@ -119,7 +119,7 @@ def test_an_environment_that_cannot_work_is_one_line(environment, named):
 def test_an_environment_that_changes_results_is_set_aside(model_folder, tmp_path):
     strange = {"JAX_NUMPY_RANK_PROMOTION": "raise", "JAX_ENABLE_X64": "1", "JAX_DEBUG_NANS": "1", "COLUMNS": "1"}
     strange |= {"MPLBACKEND": "module://matplotlib_inline.backend_inline", "PYTHONIOENCODING": "ascii", "TMPDIR": "/nowhere"}
-    strange |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # compiles faster
+    strange |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": QUICK}  # compiles faster
     done = lpes("evaluate", "--model", model_folder, *SMALL, "--output-path", tmp_path / "out[v2]", **strange)
     assert done.returncode == 0, done.stderr
     assert "JAX_ENABLE_X64=1" in done.stderr and "Traceback" not in done.stderr

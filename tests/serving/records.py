@@ -4,6 +4,7 @@ RECORDS is runs/serving, or the folder that SERVE_RECORDS names. `experiments/se
 docs/serving from the records in experiments/results/serving.
 """
 
+import functools
 import os
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,6 +17,7 @@ from lpes_jax.store.files import write_json
 from lpes_jax.store.provenance import environment
 
 RECORDS = Path(os.environ.get("SERVE_RECORDS", ROOT / "runs" / "serving"))
+_ours = functools.cache(environment)  # once: the first record makes the working tree dirty
 
 
 def keep(server: str, form: str, asked: str, answer: dict[str, Any]) -> None:
@@ -24,7 +26,7 @@ def keep(server: str, form: str, asked: str, answer: dict[str, Any]) -> None:
     RECORDS.mkdir(parents=True, exist_ok=True)
     forms = read_json(path, dict)["forms"] if path.exists() else {}
     figures = {name: value for name, value in answer.items() if name != "versions"}
-    ours = environment()
+    ours = _ours()
     record = {"versions": answer["versions"], "devices": ours["devices"], "lpes_jax": ours["versions"]}
-    record |= {"date": f"{datetime.now(UTC):%Y-%m-%d}", "asked": asked}
+    record |= {"git_commit": ours["git_commit"], "date": f"{datetime.now(UTC):%Y-%m-%d}", "asked": asked}
     write_json(path, {"server": server, "forms": forms | {form: record | figures}})

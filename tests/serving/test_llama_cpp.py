@@ -96,8 +96,13 @@ def test_gains_and_rates_of_every_architecture(tmp_path, python, request, archit
     np.testing.assert_allclose(np.concatenate(found.answers), np.concatenate(wanted.answers), atol=0.1)
 
 
+@pytest.mark.slow
 def test_smollm2_with_gains(tmp_path, python):
-    """The bounds hold for quantised weights, whose products llama.cpp rounds in its own way (experiments/results/serving)."""
+    """The bounds hold for quantised weights, whose products llama.cpp rounds in its own way (experiments/results/serving).
+
+    Measured: log-probabilities of self_test.json are off by 0.11 on average (0.38 at most), and by 2.7 without the gains.
+    KL is 0.004, and 0.7 without the gains.
+    """
     try:
         source = resolve("smollm2-135m-instruct")
     except UserError as error:
@@ -112,7 +117,7 @@ def test_smollm2_with_gains(tmp_path, python):
     record = json.loads((folder / "self_test.json").read_text())
     ends = [(prompt["ids"], prompt["points"][-1]) for prompt in record["prompts"]]  # of each prompt the last point
     asked = [EncodedPrompt(ids[: point["tokens"]], [point["ids"][:1]]) for ids, point in ends]
-    with llama_cpp(python, patched, [*prompts, *asked], 2) as (_, ask):
+    with llama_cpp(python, patched, [*prompts, *asked], 1) as (_, ask):
         both = ask("patched")
     cut = len(prompts)
     found = Answers(both.next[:cut], both.answers[:cut], both.is_best[:cut])
@@ -135,4 +140,5 @@ def test_smollm2_with_gains(tmp_path, python):
     clear = margin > 0.5
     assert clear.any() and (wanted.next.argmax(axis=1) == found.next.argmax(axis=1))[clear].all()
     assert np.abs(np.concatenate(found.answers) - np.concatenate(wanted.answers)).mean() < 0.05
-    assert off.mean() < from_plain.mean() / 3 and told["longest"] > 1500
+    assert off.mean() < from_plain.mean() / 10
+    assert told["longest"] == 1517  # 20 pairs: the most that fit into the 1,573 tokens that were searched

@@ -34,6 +34,7 @@ OF_SMOLLM2 = {
     "smollm2, factors by frequency": "smollm2-135m-instruct/best-kv-5-10-20",
 }
 FORMS = ("tiny-retriever, gains", "tiny-retriever, factors by layer", *OF_SMOLLM2)
+OPTIMISED = [pytest.param(form, marks=[pytest.mark.slow] if form in OF_SMOLLM2 else []) for form in FORMS]  # whole models
 HELD_OUT, NEW_TOKENS = "smollm2, gains", 16
 ASKED = "log-probabilities of self_test.json along its prompts"
 
@@ -153,7 +154,7 @@ def check(form: str, answer: dict[str, Any]) -> None:
         assert found["off_most"] < 1e-3 and found["from_plain_mean"] > 0.1
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", OPTIMISED)
 @pytest.mark.parametrize("server", ["transformers4", "transformers5"])
 def test_transformers(folders, request, server, form):
     answer = ask(server, "ask_transformers.py", folders, form, request)
@@ -165,7 +166,7 @@ def test_transformers(folders, request, server, form):
         assert said["LlamaForCausalLM"] == "KeyError: 'lpes'"
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", OPTIMISED)
 def test_vllm(folders, request, form):
     answer = ask("vllm", "ask_vllm.py", folders, form, request)
     check(form, answer)
