@@ -107,6 +107,7 @@ def test_scales_can_be_vmapped():
         np.testing.assert_allclose(row, logits_of(model, seal(values)(model.config, LENGTH)), atol=1e-4)
 
 
+@pytest.mark.promotes
 def test_gradient_equals_finite_differences_in_float64():
     with jax.enable_x64(True):
         model = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), random_model(2))
