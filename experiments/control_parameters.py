@@ -20,8 +20,8 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from lpes_jax.errors import UserError
-from lpes_jax.gains import by_tensor, multiplied, with_weights
-from lpes_jax.models.llama.model import Llama
+from lpes_jax.gains import by_tensor, multiplied
+from lpes_jax.models.llama.model import Llama, with_weights
 from lpes_jax.rope import RopeTable, gains_of_head
 
 Control = Literal["rotary", "temperature", "both", "norm_gain", "adapter"]

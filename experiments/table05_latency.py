@@ -5,10 +5,11 @@
 
 A shape has random weights, made on the device in their own dtype. Times depend on sizes and not on values, so no setting is
 tuned: Attention Buckets has its seven bases, MoICE an untrained router of as many, Self-Extend groups of 4 beyond 512 tokens,
-and LPES a factor per layer that rises from 1 to 2. All methods take turns in one process on the same random tokens, with the
-same attention kernel. A figure is the median of the rounds, without the first. Memory is what a program needs in addition to
-weights and prompts. Methods of the same structure and sizes share one compiled program, called with other tables; the column
-`program` numbers the programs. A method with the baseline's number therefore costs exactly as much as the baseline.
+ZeroTuning and SEAL one number for all heads, and LPES a factor per layer that rises from 1 to 2. All methods take turns in one
+process on the same random tokens, with the same attention kernel. A figure is the median of the rounds, without the first.
+Memory is what a program needs in addition to weights and prompts. Methods of the same structure and sizes share one compiled
+program, called with other tables; the column `program` numbers the programs. A method with the baseline's number therefore
+costs exactly as much as the baseline.
 
 Each number of tokens writes one JSON file; existing ones are not measured again. Then tables.md and summary.json are written.
 
@@ -40,8 +41,10 @@ from lpes_jax.methods.attention_buckets import attention_buckets
 from lpes_jax.methods.hidden_channel import hidden_channel
 from lpes_jax.methods.moice import Router, moice
 from lpes_jax.methods.ms_poe import ms_poe
+from lpes_jax.methods.seal import seal
 from lpes_jax.methods.self_extend import self_extend
 from lpes_jax.methods.tables import dynamic_ntk, lpes, mean_of, ntk_by_base, uniform, yarn
+from lpes_jax.methods.zero_tuning import zero_tuning
 from lpes_jax.models import zoo
 from lpes_jax.models.llama import Llama, LlamaConfig, Loaded, load
 from lpes_jax.models.llama.generate import greedy
@@ -127,6 +130,8 @@ def makers(config: LlamaConfig, seed: int) -> dict[str, Maker]:
         "moice": moice(Router.init(jax.random.key(seed), config)),
         "self_extend": self_extend(group=4, window=512),
         "hidden_channel": hidden_channel(0),
+        "zero_tuning": zero_tuning(0.5),
+        "seal": seal(np.full((config.num_layers, config.num_heads), 1.1, np.float32)),
         "lpes": lpes(rising),
     }
 

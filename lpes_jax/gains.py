@@ -9,16 +9,14 @@ Letters: L layers, G = 1 or K KV groups, H heads, D head dim, E embedding.
 from collections.abc import Mapping
 from dataclasses import replace
 
-import jax
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Float
 
 from lpes_jax.errors import UserError
 from lpes_jax.factors import LayerFactors
 from lpes_jax.mark import Mark, refuse_marked
 from lpes_jax.models.llama.config import LlamaConfig
-from lpes_jax.models.llama.model import Llama
+from lpes_jax.models.llama.model import Llama, with_weights
 from lpes_jax.rope import gains_of_head
 
 Numbers = np.ndarray | Array
@@ -51,14 +49,6 @@ def multiplied(model: Llama, multipliers: Mapping[str, Float[Numbers, "L rows"]]
         rows = rows[:, None, :] if weights.ndim == 3 else rows  # [in, out]
         changes[name] = (weights.astype(rows.dtype) * rows).astype(weights.dtype)
     return with_weights(model, **changes)
-
-
-def with_weights(model: Llama, **weights: Array) -> Llama:
-    """A copy of the model with the named layer tensors replaced."""
-    changed = jax.tree.map(lambda leaf: leaf, model)  # new modules around the same arrays
-    for name, value in weights.items():
-        setattr(changed.layers, name, nnx.Param(value))
-    return changed
 
 
 def gains_of_tensors(

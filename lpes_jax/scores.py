@@ -20,7 +20,7 @@ from lpes_jax.factors import LayerFactors
 from lpes_jax.finite import not_finite
 from lpes_jax.inputs import checked_factors
 from lpes_jax.models.llama.method import Method, table_method
-from lpes_jax.models.llama.model import Llama, check_ids, hidden_states, method_logits, over_tables
+from lpes_jax.models.llama.model import Llama, check_ids, hidden_states, method_logits, method_model, over_tables
 from lpes_jax.models.llama.prefix import states_read
 from lpes_jax.prefixes import Batch
 from lpes_jax.rope import Granularity, RopeTable, is_traced
@@ -105,12 +105,14 @@ def batch_scores(
     Args:
         model: The model.
         batch: The rows.
-        method: The RoPE tables, attention or channel to use.
+        method: The method to use.
         remat: Whether to recompute each layer in the backward pass instead of keeping its activations.
 
     Raises:
         TypeError: The method has a replacement, and a group has several rows.
     """
+
+    model = method_model(model, method)
 
     def states(table: RopeTable) -> Float[Array, "B M E"]:
         if method.replacement is None:

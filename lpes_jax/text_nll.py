@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from lpes_jax.finite import not_finite
 from lpes_jax.mesh import BY_POPULATION, EVERYWHERE, mesh_of, over_population, put
 from lpes_jax.models.llama.method import Method, table_method
-from lpes_jax.models.llama.model import Llama, hidden_states, method_logits, over_tables
+from lpes_jax.models.llama.model import Llama, hidden_states, method_logits, method_model, over_tables
 
 
 def token_nll(
@@ -106,7 +106,7 @@ def _token_nll(
 
 def _hidden(model: Llama, tokens: Int[Array, "B T"], method: Method, remat: bool) -> Float[Array, "n B _S E"]:
     """The hidden states that predict each token except the first, for each of the method's tables."""
-    run = partial(hidden_states, model, tokens, remat=remat, replacement=method.replacement)
+    run = partial(hidden_states, method_model(model, method), tokens, remat=remat, replacement=method.replacement)
     return over_tables(run, method.tables)[:, :, :-1]
 
 

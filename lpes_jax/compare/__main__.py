@@ -14,8 +14,9 @@ median time of --repeats rounds, in which all methods take turns, and the memory
 prompts.
 
 OUT gets results.json, results.md, samples.jsonl, the plot positions.{png,svg}, and report.html, a page with all of them.
---resume continues an interrupted comparison; methods that were tuned and measured are not repeated. (MoICE's router is trained
-again and positional channels are searched again; if the result differs, that method is tuned again.)
+--resume continues an interrupted comparison; methods that were tuned and measured are not repeated. (MoICE's router and SEAL's
+scales are learnt again, positional channels and ZeroTuning's heads are searched again; if the setting differs, that method is
+tuned again.)
 """
 
 import sys

@@ -12,11 +12,24 @@ import jax
 import numpy as np
 
 from lpes_jax.compare.checks import check
+from lpes_jax.compare.learning import learn
 from lpes_jax.errors import UserError
 from lpes_jax.evaluation import BASELINE, Candidate, default_metrics, evaluate, slots_of
 from lpes_jax.factors import LayerFactors
 from lpes_jax.json_files import is_number
-from lpes_jax.methods import Choice, Tuning, attention_buckets, hidden_channel, moice, ms_poe, self_extend, tables
+from lpes_jax.methods import (
+    Choice,
+    Maker,
+    Tuning,
+    attention_buckets,
+    hidden_channel,
+    moice,
+    ms_poe,
+    seal,
+    self_extend,
+    tables,
+    zero_tuning,
+)
 from lpes_jax.models.llama import Loaded, load
 from lpes_jax.models.llama.method import Method, table_method
 from lpes_jax.models.llama.model import Llama
@@ -40,6 +53,7 @@ from lpes_jax.tasks.flags import task_of, title_of
 from lpes_jax.tasks.leaks import count_leaky
 from lpes_jax.tasks.prompts import (
     EncodedPrompt,
+    Prompt,
     encode,
     fit,
     option_prompts,
@@ -58,6 +72,8 @@ METHODS: dict[str, Callable[[Tuning], list[Choice]]] = {
     "moice": moice.choices,
     "self_extend": self_extend.choices,
     "hidden_channel": hidden_channel.choices,
+    "zero_tuning": zero_tuning.choices,
+    "seal": seal.choices,
     "lpes": tables.lpes_choices,
 }
 """The compared methods in the order of the tables, and the settings that are tried for each."""
@@ -122,7 +138,9 @@ def _compared(
         on_outcome=lambda outcome: kept.keep("measured", outcome.candidate.name, record_of(outcome)),
     )
     choices: dict[str, list[Choice]] = {}
-    tuning = _tuning(settings, loaded, found)
+    prompts = _search_prompts(settings, loaded, task, searched, slots)
+    scorer = _scorer(settings, loaded, task, prompts)
+    tuning = _tuning(settings, loaded, found, scorer, prompts)
     for name in names:
         try:
             choices[name] = METHODS[name](tuning)
@@ -138,7 +156,6 @@ def _compared(
     if BASELINE not in measurements:  # before any tuning, so that errors in questions or metrics appear at once
         measured([Candidate(BASELINE)])
     with SearchProgress(len(choices) * len(held_out) * len(slots)) as progress:
-        scorer = _scorer(settings, loaded, task, searched, slots)
         tuned: dict[str, tuple[Choice, list[dict[str, Any]]]] = {}
         for name, method_choices in choices.items():
             by_setting = {choice.setting: choice for first in method_choices for choice in (first, *first.then)}
@@ -198,8 +215,18 @@ def _as_record(settings: CompareSettings) -> dict[str, Any]:
     return {name: str(value) if isinstance(value, Path) else value for name, value in flags.items()}
 
 
-def _tuning(settings: CompareSettings, loaded: Loaded, found: LayerFactors | None) -> Tuning:
+def _tuning(
+    settings: CompareSettings,
+    loaded: Loaded,
+    found: LayerFactors | None,
+    scorer: LikelihoodScorer | None,
+    prompts: Sequence[Prompt],
+) -> Tuning:
     router, seed = settings.router, settings.run.seed
+
+    def score(maker: Maker) -> tuple[float, float] | None:
+        return None if scorer is None else _ranked(_means(scorer, maker, loaded.model.config))
+
     return Tuning(
         loaded.model,
         loaded.tokenizer,
@@ -213,25 +240,30 @@ def _tuning(settings: CompareSettings, loaded: Loaded, found: LayerFactors | Non
         router_steps=router.router_steps,
         router_batch=router.router_batch,
         channel_strings=settings.methods.channel_strings,
+        score=score,
+        learn=partial(learn, loaded.model, loaded.tokenizer, () if scorer is None else prompts, seed),
     )
 
 
-def _scorer(
+def _search_prompts(
     settings: CompareSettings, loaded: Loaded, task: Any, examples: Sequence[Any], slots: Sequence[tuple[int, int]]
-) -> LikelihoodScorer | None:
-    """The scorer for tuning. None if the task has no short answers; then the first setting is used."""
-    window = loaded.model.config.max_position_embeddings
+) -> list[Prompt]:
+    """The prompts of the search questions that fit."""
     asked, _ = count_leaky(
         [task.prompt(example, slot, position) for example in examples for slot, position in slots],
         settings.questions.drop_leaky,
     )
-    prompts = fit(
+    return fit(
         asked,
         loaded.tokenizer,
-        window,
+        loaded.model.config.max_position_embeddings,
         max_prompt_tokens=task.max_prompt_tokens,
         overlength=settings.questions.overlength,
     ).prompts
+
+
+def _scorer(settings: CompareSettings, loaded: Loaded, task: Any, prompts: Sequence[Prompt]) -> LikelihoodScorer | None:
+    """The scorer for tuning. None if the task has no short answers; then the first setting is used."""
     if task.decided_by == "options":
         return OptionScorer(
             loaded.model, loaded.tokenizer, prompts, batch_size=settings.devices.batch_size, individuals=settings.methods.budget
@@ -240,7 +272,7 @@ def _scorer(
         return None
     return Scorer(
         loaded.model,
-        encode(prompts, loaded.tokenizer, window),
+        encode(prompts, loaded.tokenizer, loaded.model.config.max_position_embeddings),
         batch_size=settings.devices.batch_size,
         individuals=settings.methods.budget,
     )
@@ -254,14 +286,24 @@ def _tune(scorer: LikelihoodScorer | None, choices: Sequence[Choice], config: An
 
     def measured(choice: Choice) -> tuple[float, float]:
         assert scorer is not None and choice.maker is not None
-        correct, log_likelihood = scorer.method_scores(choice.maker(config, scorer.longest))
-        means = float(correct.mean()), float(log_likelihood.mean())
+        means = _means(scorer, choice.maker, config)
         finite = math.isfinite(means[1])
         tried.append({"setting": choice.setting, "accuracy": means[0], "log_likelihood": means[1] if finite else None})
-        return means if finite else (-math.inf, -math.inf)  # last; if it is the best, the measurement reports the error
+        return _ranked(means)
 
     figures, best = max(((measured(choice), choice) for choice in choices), key=lambda pair: pair[0])
     return max([(figures, best), *((measured(choice), choice) for choice in best.then)], key=lambda pair: pair[0])[1], tried
+
+
+def _means(scorer: LikelihoodScorer, maker: Maker, config: Any) -> tuple[float, float]:
+    """The mean accuracy and log-likelihood of a maker's method on the search questions; NaN if logits are not finite."""
+    correct, log_likelihood = scorer.method_scores(maker(config, scorer.longest))
+    return float(correct.mean()), float(log_likelihood.mean())
+
+
+def _ranked(means: tuple[float, float]) -> tuple[float, float]:
+    """For comparisons: NaN is last. If it is the best all the same, the measurement reports the error."""
+    return means if math.isfinite(means[1]) else (-math.inf, -math.inf)
 
 
 def _costs(

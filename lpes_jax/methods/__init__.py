@@ -12,10 +12,18 @@
     moice                         bases mixed in each head by a router        1                Lin et al., arXiv 2406.19598
     self_extend                   far keys at coarser positions               1                Jin et al., arXiv 2401.01325
     hidden_channel                one channel of the hidden states scaled     1                Yu et al., arXiv 2406.02536
+    zero_tuning                   the first token's weight scaled             1, attention: 2  Han et al., arXiv 2505.11739
+    seal                          learnt scales of the attention's outputs    1                Lee et al., arXiv 2501.15225
 
 Not included: attention calibration (Hsieh et al., arXiv 2406.16008). It rescales the attention to each document, after one
 extra pass per document with an uninformative document in its place. A maker does not know where documents are. We found no code
 of the paper that defines the uninformative text, or the heads and layers over which the subtracted averages are taken.
+
+Not included either: PINE (Wang et al., arXiv 2407.01100), which makes the order of documents irrelevant. A maker does not know
+where documents are. In the released code (wzq016/PINE) every document attends to all others, also to later ones, so its states
+depend on the texts after it: no prefix can be shared, and the attention is not causal. For each document, and for each token
+after the documents, each head sorts the documents by their mean attention without positions. Rounding decides between nearly
+equal means, and it depends on the order of the documents. So in floating point the promised invariance is not exact.
 
 A maker's result is scored and generates like the plain model: `batch_scores`, `token_nll` and `generate_ids` accept it. The
 function raises UserError for settings that no model could use, the maker for settings that the given model cannot use.
@@ -37,6 +45,8 @@ from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.method import Method
 from lpes_jax.models.llama.model import Llama
 
+Parameters = Any  # a pytree of float arrays
+Learn = Callable[[str, Callable[[Llama, Parameters], Llama], Parameters, int, float], Parameters]
 Maker = Callable[[LlamaConfig, int], Method]
 """(config, length) -> method. `length`: tokens of the longest text of the call, prompt and answer together."""
 
@@ -73,3 +83,9 @@ class Tuning:
     router_batch: int
     channel_strings: int
     """hidden_channel: random strings from which positional channels are found."""
+    score: Callable[[Maker], tuple[float, float] | None]
+    """zero_tuning: accuracy and mean log-likelihood (nats) on the search questions, or None if the task has no short answers.
+    A call counts as one of the `budget` settings."""
+    learn: Learn
+    """seal: (name, apply, start, passes, learning rate) -> parameters, learnt by gradient descent on the search questions.
+    `apply` gives the model with parameters. A pass processes each question once, and counts as one setting."""

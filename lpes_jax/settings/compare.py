@@ -20,9 +20,10 @@ class MethodsSettings(Settings):
 
     methods: tuple[str, ...] = ("all",)
     """all, or some by name: baseline, uniform, pi, yarn, moice, lpes, ...
-    The others: dynamic_ntk, ntk_by_base, attention_buckets, ms_poe, self_extend, hidden_channel."""
+    The others: dynamic_ntk, ntk_by_base, attention_buckets, ms_poe, self_extend, hidden_channel, zero_tuning, seal."""
     budget: int = 16
-    """Settings that may be tried for a method."""
+    """Settings that may be tried for a method.
+    seal: passes over the search questions."""
     repeats: int = rare(20)
     """Rounds of the timing."""
     channel_strings: int = rare(200)

@@ -23,6 +23,7 @@ from lpes_jax.models.llama.model import (
     Llama,
     layer_rows,
     method_logits,
+    method_model,
     over_tables,
     prefill,
     rotated,
@@ -69,7 +70,7 @@ def continuation(
         model: The model.
         tokens: The prompts' ids, padded on the right.
         lengths: The prompts' lengths.
-        method: The RoPE tables, attention or channel to use, made for T + N tokens.
+        method: The method to use, made for T + N tokens.
         stop: Ids that end a text.
         max_new_tokens: N.
         key: Samples tokens from the model's distribution instead (temperature 1).
@@ -114,6 +115,7 @@ def _greedy(
     key: jax.Array | None = None,
 ) -> Continuation:
     batch, length = tokens.shape
+    model = method_model(model, method)
     begin = partial(_prefill, model, tokens, lengths, method.replacement)
     last, keys, values, known = over_tables(begin, method.tables)
     room = [(0, 0), (0, 0), (0, 0), (0, max_new_tokens), (0, 0), (0, 0)]

@@ -1,14 +1,16 @@
-"""Replacements of the plain path from a prompt to logits: other RoPE tables, another attention, or a scaled channel.
+"""Replacements of the plain path from a prompt to logits: other RoPE tables, another attention, or scaled states.
 
-A `Method` is data for `hidden_states`, `prefill` and `greedy`, like a table. It is one of three:
+A `Method` is data for `hidden_states`, `prefill` and `greedy`, like a table. It is one of four:
 
     TableMethod      only RoPE tables: one for LPES, position interpolation, NTK, YaRN; several for Attention Buckets, whose
                      passes are merged
-    AttentionMethod  an attention that rotates and attends in place of the model's own: Ms-PoE, MoICE, Self-Extend
+    AttentionMethod  an attention that rotates and attends in place of the model's own: Ms-PoE, MoICE, Self-Extend,
+                     ZeroTuning
     ChannelMethod    a channel of the hidden states that queries and keys see scaled
+    OutputMethod     scaled outputs of the attention: SEAL. The scales are folded into the weights (`model.method_model`)
 
-All three have `tables`, `replacement` (for the model's own attention or queries and keys, or None), `merge` and `passes`, so
-code that runs a method does not ask which one it is.
+All four have `tables`, `replacement` (for the model's own attention or queries and keys, or None), `output_scales`, `merge` and
+`passes`, so code that runs a method does not ask which one it is.
 
 An `Attention` receives queries and keys before rotation and rotates them itself; the table's gains are already applied to the
 queries. The cache then contains keys before rotation; entry s of a row is its position s. The attention's state is what it
@@ -113,6 +115,7 @@ class TableMethod:
     merge: Callable[[Float[Array, "n B A V"]], Float[Array, "B A V"]] | None = None
     passes: float = 1.0
     replacement: ClassVar[None] = None
+    output_scales: ClassVar[None] = None
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,7 @@ class AttentionMethod:
 
     tables: RopeTable
     replacement: OtherAttention
+    output_scales: ClassVar[None] = None
     merge: ClassVar[None] = None
     passes: ClassVar[float] = 1.0
 
@@ -131,16 +135,29 @@ class ChannelMethod:
 
     tables: RopeTable
     replacement: Channel
+    output_scales: ClassVar[None] = None
     merge: ClassVar[None] = None
     passes: ClassVar[float] = 1.0
 
 
-Method = TableMethod | AttentionMethod | ChannelMethod
+@dataclass(frozen=True)
+class OutputMethod:
+    """The model with each channel of its attention's output scaled. `tables` has the model's own RoPE, n = 1."""
+
+    tables: RopeTable
+    output_scales: Float[Array, "*population L HD"]
+    replacement: ClassVar[None] = None
+    merge: ClassVar[None] = None
+    passes: ClassVar[float] = 1.0
+
+
+Method = TableMethod | AttentionMethod | ChannelMethod | OutputMethod
 
 jax.tree_util.register_dataclass(OtherAttention, data_fields=["parameters"], meta_fields=["attention"])
 jax.tree_util.register_dataclass(TableMethod, data_fields=["tables"], meta_fields=["merge", "passes"])
 jax.tree_util.register_dataclass(AttentionMethod, data_fields=["tables", "replacement"], meta_fields=[])
 jax.tree_util.register_dataclass(ChannelMethod, data_fields=["tables", "replacement"], meta_fields=[])
+jax.tree_util.register_dataclass(OutputMethod, data_fields=["tables", "output_scales"], meta_fields=[])
 
 
 def table_method(table: RopeTable) -> TableMethod:

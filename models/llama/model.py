@@ -352,6 +352,29 @@ def output_logits(model: Llama, hidden: Float[Array, "*any E"]) -> Float[Array, 
     return _dot(hidden, weights, np.promote_types(hidden.dtype, jnp.float32))
 
 
+def method_model(model: Llama, method: Method) -> Llama:
+    """The model that runs with a method: with scaled outputs of the attention, a copy with the scales in its weights."""
+    return model if method.output_scales is None else with_scaled_outputs(model, method.output_scales)
+
+
+def with_scaled_outputs(model: Llama, scales: Float[Array, "L HD"]) -> Llama:
+    """A copy of the model with scaled outputs of the attention: each row of its output weights [H D, E] is multiplied.
+
+    Computed in the wider precision of both and rounded to the weights' dtype, so scales of 1 change no bit.
+    """
+    weights = model.layers.output[...]
+    wide = np.promote_types(weights.dtype, scales.dtype)
+    return with_weights(model, output=(weights.astype(wide) * scales[:, :, None].astype(wide)).astype(weights.dtype))
+
+
+def with_weights(model: Llama, **weights: Array) -> Llama:
+    """A copy of the model with the named layer tensors replaced."""
+    changed = jax.tree.map(lambda leaf: leaf, model)  # new modules around the same arrays
+    for name, value in weights.items():
+        setattr(changed.layers, name, nnx.Param(value))
+    return changed
+
+
 def over_tables(run: Callable[..., Any], tables: RopeTable, *more: Any) -> Any:
     """`run(table, *more)` for each of a method's tables. Results and `more` have the tables as their first axis, n."""
     if len(tables.inv_freq) > 1:

@@ -12,7 +12,7 @@ from lpes_jax.generation import generate_ids
 from lpes_jax.methods import Maker
 from lpes_jax.models.llama import Llama, LlamaConfig
 from lpes_jax.models.llama.method import Method, table_method
-from lpes_jax.models.llama.model import hidden_states, layer_rows, method_logits, over_tables
+from lpes_jax.models.llama.model import hidden_states, layer_rows, method_logits, method_model, over_tables
 from lpes_jax.rope import RopeParameters
 
 LENGTH = 48
@@ -90,6 +90,7 @@ def causal(scores: np.ndarray) -> np.ndarray:
 @jax.jit
 def method_logits_of(model: Llama, tokens: jax.Array, lengths: jax.Array, method: Method) -> jax.Array:
     """The logits `[B, T, V]` of padded prompts."""
+    model = method_model(model, method)
     run = partial(hidden_states, model, tokens, replacement=method.replacement, lengths=lengths)
     return method_logits(model, over_tables(run, method.tables), method)
 

@@ -5,24 +5,13 @@ from importlib import import_module
 from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
+from tunings import tuning
 
 from lpes_jax import methods
 from lpes_jax.compare import METHODS
 from lpes_jax.errors import UserError
-from lpes_jax.factors import LayerFactors
-from lpes_jax.methods import Tuning
 from lpes_jax.methods.moice import Router
-
-
-def tuning(model, **changes) -> Tuning:
-    def no_text(length: int) -> np.ndarray:
-        raise AssertionError("a router is given, so no text is read")
-
-    given = {"budget": 3, "seed": 0, "factors": LayerFactors(np.array([1.0, 1.5, 0.7])), "factors_from": "f.json"}
-    given |= {"router": None, "text": no_text, "text_from": "", "router_steps": 1, "router_batch": 1, "channel_strings": 1}
-    return Tuning(model, None, **given | changes)
 
 
 def test_every_method_of_the_package_is_compared():
@@ -34,7 +23,7 @@ def test_every_method_of_the_package_is_compared():
     assert offered == set(METHODS.values()) - {METHODS["baseline"]}
 
 
-@pytest.mark.parametrize("name", sorted(METHODS.keys() - {"hidden_channel", "moice"}))
+@pytest.mark.parametrize("name", sorted(METHODS.keys() - {"hidden_channel", "moice", "seal"}))
 def test_choices_are_within_the_budget_and_fit_the_model(name, tiny_model):
     for budget in (1, 3, 50):
         choices = METHODS[name](tuning(tiny_model, budget=budget))

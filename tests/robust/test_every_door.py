@@ -305,7 +305,8 @@ class Compare(Verb):
         text.parent.mkdir(exist_ok=True)
         text.write_text("The boat left the port with salt and grain. " * 99)
         method_flags = {"router_steps": 1, "router_batch": 1, "text": text}
-        return [flags(self.settings | method_flags | {"methods": (name,)}) for name in ("uniform", "moice", "hidden_channel")]
+        names = ("uniform", "moice", "hidden_channel", "zero_tuning", "seal")
+        return [flags(self.settings | method_flags | {"methods": (name,), "limit": 2}) for name in names]
 
     def ends(self, folders: Folders, said: Callable[[], str]) -> None:
         settings = self.settings | GENERATED | {"methods": ("baseline",)}
