@@ -463,4 +463,6 @@ print(resident("VmHWM") - before)
     loaded = sum(tensor.nbytes for tensor in tensors.values())
     largest = max(tensor.nbytes for tensor in tensors.values())
     print(f"{peak / 1e6:.0f} MB for a model of {loaded / 1e6:.0f} MB")
-    assert loaded < peak < 1.3 * loaded + largest
+    assert (
+        loaded < peak < 1.5 * loaded + largest
+    )  # a second copy would make it 2; the kernel reclaims some of what was there before
