@@ -48,7 +48,7 @@ def _is_in_docs(file: File, config: MkDocsConfig) -> bool:
 
 
 def _linked(pages: list[Path]) -> Iterator[Path]:
-    """Files and folders' READMEs that pages link to, without the pages."""
+    """The files that pages link to, without the pages."""
     for page in pages:
         for match in LINK.finditer(page.read_text(encoding="utf-8")):
             target = (page.parent / (match[1] or match[2])).resolve()
@@ -57,7 +57,7 @@ def _linked(pages: list[Path]) -> Iterator[Path]:
 
 
 def flags_page(verb: str) -> str:
-    """The flags of a verb by group, from the settings' classes: name, type, default, text."""
+    """The flags of a verb by group, from the settings' classes: name, default, text."""
     main = importlib.import_module(f"lpes_jax.{verb}.__main__")
     settings = getattr(importlib.import_module(f"lpes_jax.settings.{verb}"), f"{verb.capitalize()}Settings")()
     manual, _, rest = (main.__doc__ or "").strip().partition("\n\n")
