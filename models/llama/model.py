@@ -320,12 +320,12 @@ def decoder_layer(
     """
     batch, length, _ = x.shape
     h = rms_norm(x, layer.attention_norm[...], config.rms_norm_eps)
-    k = matmul(h, layer.key[...], layer.key_bias).reshape(batch, length, config.num_kv_heads, config.head_dim)
-    v = matmul(h, layer.value[...], layer.value_bias).reshape(batch, length, config.num_kv_heads, config.head_dim)
+    k = project(h, layer.key, layer.key_bias).reshape(batch, length, config.num_kv_heads, config.head_dim)
+    v = project(h, layer.value, layer.value_bias).reshape(batch, length, config.num_kv_heads, config.head_dim)
     if read is not None:
         x, h = (jnp.take_along_axis(array, read[:, :, None], axis=1) for array in (x, h))
         length = read.shape[1]
-    q = matmul(h, layer.query[...], layer.query_bias).reshape(batch, length, config.num_heads, config.head_dim)
+    q = project(h, layer.query, layer.query_bias).reshape(batch, length, config.num_heads, config.head_dim)
 
     def normed(q: Array, k: Array) -> tuple[Array, Array]:
         if layer.query_norm is None or layer.key_norm is None:
@@ -339,10 +339,10 @@ def decoder_layer(
         return normed(*(p + (more * row).reshape(p.shape).astype(p.dtype) for p, row in zip((q, k), rows, strict=True)))
 
     attended, kept = attend(*normed(q, k), v, *(() if channel is None else (partial(scaled, channel),)))
-    x = x + matmul(attended.reshape(batch, length, -1), layer.output[...], layer.output_bias)
+    x = x + project(attended.reshape(batch, length, -1), layer.output, layer.output_bias)
     h = rms_norm(x, layer.mlp_norm[...], config.rms_norm_eps)
-    gated = jax.nn.silu(matmul(h, layer.gate[...], layer.gate_bias)) * matmul(h, layer.up[...], layer.up_bias)
-    x = x + matmul(gated, layer.down[...], layer.down_bias)
+    gated = jax.nn.silu(project(h, layer.gate, layer.gate_bias)) * project(h, layer.up, layer.up_bias)
+    x = x + project(gated, layer.down, layer.down_bias)
     return x, kept
 
 
@@ -416,10 +416,18 @@ def rms_norm(x: Float[Array, "*any E"], weight: Float[Array, "E"], eps: float) -
     return weight * wide.astype(x.dtype)
 
 
-def matmul(x: Float[Array, "*any I"], weights: Float[Array, "I O"], bias: nnx.Param | None = None) -> Float[Array, "*any O"]:
-    """x @ weights, plus the bias `[O]` if there is one, in x's dtype."""
-    product = _dot(x, weights, x.dtype)
+def project(x: Float[Array, "*any I"], weights: nnx.Param, bias: nnx.Param | None = None) -> Float[Array, "*any O"]:
+    """x times one of a layer's matrices `[I, O]`, plus the bias `[O]` if there is one, in x's dtype.
+
+    All products of a layer with its weights go through this function.
+    """
+    product = matmul(x, weights[...])
     return product if bias is None else product + bias[...]
+
+
+def matmul(x: Float[Array, "*any I"], weights: Float[Array, "I O"]) -> Float[Array, "*any O"]:
+    """x @ weights, in x's dtype."""
+    return _dot(x, weights, x.dtype)
 
 
 def _dot(x: Array, weights: Array, dtype: DTypeLike) -> Array:
