@@ -26,6 +26,7 @@ from jaxtyping import Array, Bool, Float, Int
 from lpes_jax.errors import UserError
 from lpes_jax.models.llama.attention import cached_attention, causal_attention
 from lpes_jax.models.llama.config import LlamaConfig
+from lpes_jax.models.llama.eight_bits import PROJECTIONS, EightBits, EightBitWeights, stacked
 from lpes_jax.models.llama.method import Channel, Layer, Method, Replacement
 from lpes_jax.rope import RopeTable, apply_gains, cos_sin, rotate
 
@@ -375,6 +376,17 @@ def with_weights(model: Llama, **weights: Array) -> Llama:
     return changed
 
 
+def with_eight_bits(model: Llama, kind: EightBits) -> Llama:
+    """A copy of the model with the weights of its layers in 8 bits, for products in 8 bits (`eight_bits.py`).
+
+    These weights need half the memory of 16-bit ones, beside the model's own. There are no gradients.
+    """
+    changed = jax.tree.map(lambda leaf: leaf, model)
+    for name in PROJECTIONS:
+        setattr(changed.layers, name, EightBitWeights(*stacked(getattr(model.layers, name)[...], kind)))
+    return changed
+
+
 def over_tables(run: Callable[..., Any], tables: RopeTable, *more: Any) -> Any:
     """`run(table, *more)` for each of a method's tables. Results and `more` have the tables as their first axis, n."""
     if len(tables.inv_freq) > 1:
@@ -416,12 +428,14 @@ def rms_norm(x: Float[Array, "*any E"], weight: Float[Array, "E"], eps: float) -
     return weight * wide.astype(x.dtype)
 
 
-def project(x: Float[Array, "*any I"], weights: nnx.Param, bias: nnx.Param | None = None) -> Float[Array, "*any O"]:
+def project(
+    x: Float[Array, "*any I"], weights: nnx.Param | EightBitWeights, bias: nnx.Param | None = None
+) -> Float[Array, "*any O"]:
     """x times one of a layer's matrices `[I, O]`, plus the bias `[O]` if there is one, in x's dtype.
 
     All products of a layer with its weights go through this function.
     """
-    product = matmul(x, weights[...])
+    product = weights.product(x) if isinstance(weights, EightBitWeights) else matmul(x, weights[...])
     return product if bias is None else product + bias[...]
 
 

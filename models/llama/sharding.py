@@ -21,6 +21,11 @@ _BY_INPUT = ("output", "down")
 def weight_spec(path: tuple[Any, ...]) -> PartitionSpec:
     """How a leaf of `Llama` is split over the model axis, by its path, such as `("layers", "query_bias")`."""
     name = str(path[-1])
+    if name in ("values", "scales"):  # of a weight in 8 bits, [L, O, I] and [L, O]
+        by_output = str(path[-2]) in _BY_OUTPUT
+        if name == "scales":
+            return PartitionSpec(None, "model") if by_output else EVERYWHERE
+        return PartitionSpec(None, "model") if by_output else PartitionSpec(None, None, "model")
     if name.removesuffix("_bias") in _BY_OUTPUT:
         return PartitionSpec(None, "model") if name.endswith("_bias") else PartitionSpec(None, None, "model")
     return PartitionSpec(None, "model") if name in _BY_INPUT else EVERYWHERE
