@@ -15,7 +15,7 @@ Parts:
   `default`, half made by its genetic algorithm's mutations from factors of 1 (neighbours, which are harder to tell apart). One
   dtype's fitness against another's: Spearman's rank correlation, by accuracy (with the tie-break) and by log-likelihood. Then
   the individual that each dtype would choose, scored in `--reference` on held-out questions: its difference to the reference's
-  own choice, with the standard error over questions (paired). The reference scored again, in batches of one, shows how far two
+  own choice, with the standard error over questions (paired). The reference scored again, in smaller batches, shows how far two
   runs of the same dtype differ.
 - `generation`: `bench_search.py`, one generation of the paper's search, in each of `--generation-dtypes` in turn; needs --data.
 
@@ -90,11 +90,11 @@ class Settings:
     model: str = "qwen2.5-coder-0.5b-instruct"
     """The model of the correlation: a name in models/zoo, a folder, a .gguf file, or a Hugging Face hub id."""
     individuals: int = 200
-    num_pairs: int = 50
+    num_pairs: int = 20
     """Key-value pairs of a prompt."""
     key_length: int | None = None
     """Hexadecimal characters of keys and values (default: UUIDs)."""
-    limit: int = 100
+    limit: int = 50
     """Questions, each at three positions."""
     test_limit: int = 500
     """Held-out questions, each at three positions."""
@@ -268,7 +268,7 @@ def correlation(s: Settings) -> dict[str, Any]:
     seconds: dict[str, float] = {}
     again = f"{s.reference}, again"
     for name in (*models, again):
-        how: dict[str, Any] = {"batch_size": 1, "share_prefixes": False} if name == again else {"individuals": count}
+        how: dict[str, Any] = {"batch_size": 3, "share_prefixes": False} if name == again else {"individuals": count}
         scorer = Scorer(own if name == again else models[name], searched, **how)
         start = time.perf_counter()
         scores[name] = scorer(factors)
