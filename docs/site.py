@@ -1,7 +1,8 @@
 """The pages of the site (mkdocs.yml): the repository's Markdown files, and reference pages made from the code.
 
-mkdocs calls `on_files`. The notebook is run, and its page has what it printed and drew; a cell that fails ends the build. Every file has its path in the repository, so that links between files are those that work there, and
-`mkdocs build --strict` checks them. What a page links to and no page shows (JSON, TOML, code) is copied.
+mkdocs calls `on_files`. Every file has its path in the repository, so that links between files are those that work there, and
+`mkdocs build --strict` checks them. What a page links to and no page shows (JSON, TOML, code) is copied. The notebook is run;
+its page shows what it printed and drew, and a cell that fails ends the build.
 """
 
 import base64

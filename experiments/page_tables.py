@@ -105,7 +105,10 @@ def _changes(folder: str, methods: dict[str, str], titles: dict[str, str]) -> st
     found, rows = summary(folder), []
     for target, title in titles.items():
         figures = {method: found[method][target] for method in methods}
-        cells = ("{:+.1f} ({:+.1f} to {:+.1f})".format(*(100 * value for value in (f["difference"], *f["interval"]))) for f in figures.values())
+        cells = (
+            "{:+.1f} ({:+.1f} to {:+.1f})".format(*(100 * value for value in (f["difference"], *f["interval"])))
+            for f in figures.values()
+        )
         rows.append([title, f"{100 * next(iter(figures.values()))['baseline']:.1f}", *cells])
     return table(["", "as it is", *methods.values()], rows)
 
@@ -143,7 +146,10 @@ def text_smollm2() -> str:
         [
             target.removeprefix("plain text, "),
             f"{found['gains'][target]['baseline']:.3f}",
-            *(f"{found[method][target]['difference']:+.3f} ± {found[method][target]['standard_error']:.3f}" for method in methods),
+            *(
+                f"{found[method][target]['difference']:+.3f} ± {found[method][target]['standard_error']:.3f}"
+                for method in methods
+            ),
         ]
         for target in targets
     ]
@@ -162,7 +168,11 @@ def controls() -> str:
     }
     names = {"rotary, 32 a layer": "factors", "temperature, 32 a layer": "temperatures", "norm_gain, 32 a layer": "norm gains"}
     rows = [
-        [title, f"{100 * figures['rotary, 32 a layer'][target]['baseline']:.1f}", *(points(figures[name][target]) for name in names)]
+        [
+            title,
+            f"{100 * figures['rotary, 32 a layer'][target]['baseline']:.1f}",
+            *(points(figures[name][target]) for name in names),
+        ]
         for target, title in titles.items()
     ]
     return table(["", "as it is", *names.values()], rows)
@@ -196,7 +206,9 @@ def table01() -> str:
     rows = []
     for method, title in METHODS.items():
         printed = [paper[task]["Vicuna-7B-v1.5"].get(IN_PAPER.get(method, method)) for task in ("kv", "mdqa")]
-        rows.append([title, *(percent(methods[method]) for methods in found.values()), *(last(row) if row else "" for row in printed)])
+        rows.append(
+            [title, *(percent(methods[method]) for methods in found.values()), *(last(row) if row else "" for row in printed)]
+        )
     return table(["mean ± s.e.", *sets, "paper, pairs", "paper, documents"], rows)
 
 
@@ -215,7 +227,7 @@ def table01_by_position() -> str:
 
 
 def _suite(folder: str, titles: dict[str, str]) -> str:
-    """Another benchmark with factors found elsewhere: the columns that were measured, and the paper's change where it has them."""
+    """Another benchmark with factors found elsewhere: what was measured, and the paper's change where it has one."""
     found = summary(folder)
     vicuna = [row for row in found["paper"] if "LPES" in row][0].rpartition(",")[0]
     rows = []
@@ -253,7 +265,9 @@ def table05() -> str:
     for method, title in METHODS.items():
         printed = f"{paper[method] / paper['baseline']:.2f}" if method in paper else ""
         seconds = (f"{ours[part][method]['against_baseline']:.2f}" for part in ("prompt", "generation"))
-        rows.append([title, f"{ours['passes'][method]:g}", f"{1000 * ours['prompt'][method]['seconds']:.0f}", *seconds, printed])
+        rows.append(
+            [title, f"{ours['passes'][method]:g}", f"{1000 * ours['prompt'][method]['seconds']:.0f}", *seconds, printed]
+        )
     return table(["", "passes per token", "prompt, ms", "prompt, ratio", "with 32 new tokens, ratio", "paper, ratio"], rows)
 
 
@@ -262,7 +276,7 @@ def _variants(folder: str, names: dict[str, str] | None = None) -> str:
     found = summary(folder)
     rows = []
     for title, entry in found["ours"].items():
-        seeds = entry["figures"] if isinstance(entry, dict) and "figures" in entry else entry
+        seeds: list[dict[str, Any]] = entry["figures"] if "figures" in entry else entry
         printed = found["paper"].get((names or {}).get(title, title))
         rows.append([title.replace("<", "").replace(">", ""), over_seeds(seeds), last(printed) if printed else ""])
     return table(["", "ours, ± over seeds", "paper"], rows)
@@ -285,8 +299,24 @@ def table07() -> str:
     found, rows = summary("table07_control_points/tiny_retriever"), []
     for title, ours in found["ours"].items():
         until = f"{ours['generations_until_best']:.1f}" if "generations_until_best" in ours else ""
-        rows.append([title, f"{ours['mean']:.1f} ({ours['std']:.2f})", until, *(cell.replace("± ", "").replace("-", "") for cell in found["paper"][title])])
-    return table(["control points", "mean (std over positions)", "generations until the best", "paper: mean (std)", "paper: generations"], rows)
+        rows.append(
+            [
+                title,
+                f"{ours['mean']:.1f} ({ours['std']:.2f})",
+                until,
+                *(cell.replace("± ", "").replace("-", "") for cell in found["paper"][title]),
+            ]
+        )
+    return table(
+        [
+            "control points",
+            "mean (std over positions)",
+            "generations until the best",
+            "paper: mean (std)",
+            "paper: generations",
+        ],
+        rows,
+    )
 
 
 def table08() -> str:
@@ -294,9 +324,21 @@ def table08() -> str:
     found = summary("table08_search_sets/tiny_retriever")
     means = [100 * ours["acc,none"] for name, ours in found["ours"].items() if name != "baseline"]
     baseline = percent(found["ours"]["baseline"])
-    ours = ["ours", baseline, f"{min(means):.1f} to {max(means):.1f}", f"{found['mean']:.2f}", f"{found['sample variance']:.3f}"]
+    ours = [
+        "ours",
+        baseline,
+        f"{min(means):.1f} to {max(means):.1f}",
+        f"{found['mean']:.2f}",
+        f"{found['sample variance']:.3f}",
+    ]
     printed = sorted(float(last(row)) for name, row in found["paper"].items() if name.startswith("LPES"))
-    paper = ["paper", last(found["paper"]["baseline"]), f"{printed[0]} to {printed[-1]}", f"{found['paper']['mean']}", f"{found['paper']['sample variance']}"]
+    paper = [
+        "paper",
+        last(found["paper"]["baseline"]),
+        f"{printed[0]} to {printed[-1]}",
+        f"{found['paper']['mean']}",
+        f"{found['paper']['sample variance']}",
+    ]
     return table(["", "baseline", "five sets", "mean", "sample variance"], [ours, paper])
 
 
@@ -308,7 +350,13 @@ def table10() -> str:
         [name, f"{1000 * plain['operations'][name]:.2f} ms", f"{paper[name]} s"]
         for name in ("factors from curves", "mutation", "crossover")
     ]
-    rows.append(["the whole command, GPU-seconds", f"{plain['gpu_seconds']:.0f}", f"{paper['inference'] * paper['gpus']:,.0f} (inference)"])
+    rows.append(
+        [
+            "the whole command, GPU-seconds",
+            f"{plain['gpu_seconds']:.0f}",
+            f"{paper['inference'] * paper['gpus']:,.0f} (inference)",
+        ]
+    )
     rows.append(["the same, five questions per set of documents", f"{shared['gpu_seconds']:.0f}", ""])
     return table(["", "ours, one H200", "paper, 4 H100"], rows)
 
@@ -332,7 +380,9 @@ def table11_appendix() -> str:
         accuracies = (f"{100 * figures[name]['acc,none']:.1f}" for name in ("baseline", "start", "end"))
         moved = max(abs(value) for value in found["moved"])
         rows.append([f"{found['start']:g}", *accuracies, f"{moved:.3f}", "{:.1f}, {:.1f}".format(*found["loss"])])
-    return table(["first factor", "as it is", "at the start", "at the end", "largest move of a factor", "loss, first and last"], rows)
+    return table(
+        ["first factor", "as it is", "at the start", "at the end", "largest move of a factor", "loss, first and last"], rows
+    )
 
 
 def figure05() -> str:
@@ -390,20 +440,79 @@ def bundled() -> str:
 
 def presets() -> str:
     """The presets on SmolLM2, 5 pairs."""
-    runs = {"paper": "smollm2_search/paper", "default": "smollm2_search/default", "best of 0.1.0 (factors alone)": "best/smollm2_mixed_text"}
+    runs = {
+        "paper": "smollm2_search/paper",
+        "default": "smollm2_search/default",
+        "best of 0.1.0 (factors alone)": "best/smollm2_mixed_text",
+    }
     rows = []
     for name, folder in runs.items():
         methods = record(f"{folder}/results.json")["methods"]
         methods = methods.get("5 key-value pairs", methods)
-        rows.append([name, percent(methods["baseline"]), percent(methods["lpes"]), show_p(methods["lpes"]["p_against_baseline,none"])])
+        rows.append(
+            [name, percent(methods["baseline"]), percent(methods["lpes"]), show_p(methods["lpes"]["p_against_baseline,none"])]
+        )
     return table(["preset", "as it is", "found factors", "p"], rows)
+
+
+def sizes() -> str:
+    """Time, and the memory of the largest process, of the README's commands; by model."""
+    path, others = record("readme_path/two_cores.json"), record("readme_path/more_models.json")
+    commands = ("doctor", "profile", "search", "evaluate", "export")
+    rows = []
+    first = {
+        name: [taken for run in path["runs"] for taken in run if f"lpes_jax.{name} " in taken["command"]] for name in commands
+    }
+    rows.append(["135M, two CPU cores, the commands above", *(_took(first[name]) for name in commands)])
+    for title, found in others["models"].items():
+        rows.append(
+            [f"{title}, two CPU cores", *(_took([found[name]]) if name in found else "not measured" for name in commands)]
+        )
+    looks = [
+        record(f"gains/smollm2_kl/{kind}_seed{seed}.json")["search"]["looks"][-1]["seconds"]
+        for kind in ("gains", "both")
+        for seed in range(3)
+    ]
+    runs = record("speed/forward_path_old_and_new_h200.json")["gradient_search"]["runs"]
+    (new,) = (run for run in runs if run["code"] == "new")
+    gap = "not measured"
+    rows.append(
+        ["135M, one H200, 60 steps", gap, gap, f"{new['command_seconds']:.0f} s, {new['peak_gigabytes']:.1f} GB", gap, gap]
+    )
+    rows.append(["135M, the table's search, 5 or 6 per H200", gap, gap, f"{min(looks):.0f} to {max(looks):.0f} s", gap, gap])
+    rows.append(["7B", *([gap] * len(commands))])
+    return table(["", *commands], rows)
+
+
+def _took(taken: list[dict[str, Any]]) -> str:
+    """The seconds of each run, and the largest process's memory."""
+    seconds = " / ".join(f"{one['seconds']:.0f}" for one in taken)
+    return f"{seconds} s, {max(one['largest_process_gigabytes'] for one in taken):.1f} GB"
+
+
+def demo() -> str:
+    """What `make demo` took, and found."""
+    path = record("readme_path/two_cores.json")
+    seconds = [taken["seconds"] for run in path["runs"] for taken in run if taken["command"] == "make demo"]
+    found = path["accuracy"]["demo"]
+    names = {
+        "baseline": "as it is",
+        "uniform": "one uniform factor, tuned",
+        "pi": "mean of the found factors",
+        "lpes": "found factors",
+    }
+    rows = [" / ".join(f"{one:.0f}" for one in seconds) + " s", *(f"{100 * found[name]:.0f}" for name in names)]
+    return table(["`make demo`, with the install", *names.values()], [rows])
 
 
 def scaling() -> str:
     """Prompts per second on 1, 2 and 4 devices."""
     found = record("bench_scaling/qwen_h200x4.json")["scaling"]
     one = found[0]["prompts_a_second"]
-    rows = [[f"{e['devices']}", f"{e['prompts_a_second']:.0f}", f"{e['prompts_a_second'] / one:.2f}", str(e["verdicts_changed"])] for e in found]
+    rows = [
+        [f"{e['devices']}", f"{e['prompts_a_second']:.0f}", f"{e['prompts_a_second'] / one:.2f}", str(e["verdicts_changed"])]
+        for e in found
+    ]
     return table(["H200s", "prompts/s", "ratio", "changed verdicts"], rows)
 
 
@@ -414,8 +523,12 @@ def shared_prefixes() -> str:
         found = record(f"bench_prefixes/{name}_h200.json")
         rates = [found[part]["prompts_per_second"] for part in ("plain", "shared")]
         saved = f"{100 * found['shared']['tokens_saved']:.1f} %"
-        rows.append([title, f"{found['tokens_a_prompt']:,.0f}", *(f"{rate:,.0f}" for rate in rates), f"{found['ratio']:.1f}", saved])
-    return table(["50 pairs, one H200", "tokens per prompt", "prompts/s, not shared", "prompts/s, shared", "ratio", "tokens saved"], rows)
+        rows.append(
+            [title, f"{found['tokens_a_prompt']:,.0f}", *(f"{rate:,.0f}" for rate in rates), f"{found['ratio']:.1f}", saved]
+        )
+    return table(
+        ["50 pairs, one H200", "tokens per prompt", "prompts/s, not shared", "prompts/s, shared", "ratio", "tokens saved"], rows
+    )
 
 
 TABLES: dict[str, Callable[[], str]] = {

@@ -25,12 +25,18 @@ def faults(name: str, path: Path) -> list[str]:
     """What a file breaks of the schema `name`; of a .jsonl every line is a record."""
     text = path.read_text(encoding="utf-8")
     records = [json.loads(line) for line in (text.splitlines() if path.suffix == ".jsonl" else [text])]
-    return [f"{path.name} {error.json_path}: {error.message:.200}" for record in records for error in validator(name).iter_errors(record)]
+    return [
+        f"{path.name} {error.json_path}: {error.message:.200}"
+        for record in records
+        for error in validator(name).iter_errors(record)
+    ]
 
 
 def check_folder(folder: Path, *names: str) -> None:
     """Assert that the folder has the named files, and that they and all others with a schema follow it."""
     assert {*names} <= {path.name for path in folder.iterdir()}
     is_model = (folder / "model.safetensors").exists()  # whose config.json is not ours
-    found = [path for path in sorted(folder.iterdir()) if path.name in BY_NAME and not (is_model and path.name == "config.json")]
+    found = [
+        path for path in sorted(folder.iterdir()) if path.name in BY_NAME and not (is_model and path.name == "config.json")
+    ]
     assert [fault for path in found for fault in faults(BY_NAME[path.name], path)] == []

@@ -54,7 +54,9 @@ def test_pages_can_be_read(name):
 
 
 def test_each_table_is_on_a_page():
-    on_pages = {match["name"] for path in NAMES.values() for match in page_figures.BLOCK.finditer(path.read_text(encoding="utf-8"))}
+    on_pages = {
+        match["name"] for path in NAMES.values() for match in page_figures.BLOCK.finditer(path.read_text(encoding="utf-8"))
+    }
     assert on_pages == page_figures.TABLES.keys()
 
 
@@ -70,11 +72,15 @@ def test_a_changed_record_changes_its_table(tmp_path: Path, monkeypatch: pytest.
     assert page_figures.renewed(page) == page.replace(old, page_tables.scaling())
 
 
-@pytest.mark.parametrize("text", ["takes 92 s.", "9.5 GB of memory", "rises by 12 points", "27 % of", "under three minutes", "70 ± 2"])
+@pytest.mark.parametrize(
+    "text", ["takes 92 s.", "9.5 GB of memory", "rises by 12 points", "27 % of", "under three minutes", "70 ± 2"]
+)
 def test_figures_are_noticed(text):
     assert FIGURE.search(prose(text))
 
 
-@pytest.mark.parametrize("text", ["10 key-value pairs", "5 steps", "two H200s", "Qwen2.5 model", "`--minutes 5 --limit 20`", "`P_0x`"])
+@pytest.mark.parametrize(
+    "text", ["10 key-value pairs", "5 steps", "two H200s", "Qwen2.5 model", "`--minutes 5 --limit 20`", "`P_0x`"]
+)
 def test_sizes_are_no_measured_figures(text):
     assert not FIGURE.search(prose(text))
