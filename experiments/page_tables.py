@@ -537,6 +537,6 @@ TABLES: dict[str, Callable[[], str]] = {
         *(results, changes_smollm2, changes_qwen, text_smollm2, controls, transfer),
         *(table01, table01_by_position, table02, table03, table04, table05, table06, table07, table08, table10),
         *(table11, table11_appendix, table15, table16, table17, figure05, slips, uniform_sweep),
-        *(bundled, presets, scaling, shared_prefixes),
+        *(bundled, presets, sizes, demo, scaling, shared_prefixes),
     )
 }
