@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from lpes_jax.settings.groups import HostSettings
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("docs", "experiments", "models/zoo", "tests")
 PAGES = sorted([*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))])
 LINK = re.compile(r"""\]\(([^)\s]+)\)|src="([^"]+)\"""")
-
-
-HOSTS = ("--coordinator-address", "--num-processes", "--process-id", "--distributed")  # of verbs that run on several hosts
 
 
 @pytest.mark.parametrize("folder", [".", *FOLDERS])
@@ -50,6 +49,7 @@ def test_commands_have_flags_that_exist(page):
         if verb[1] == "lm_eval":  # the harness's flags
             continue
         settings = getattr(importlib.import_module(f"lpes_jax.settings.{verb[1]}"), f"{verb[1].capitalize()}Settings")()
-        known = {f"--{name.replace('_', '-')}" for name in settings.flat()} | {"--help", "--help-all", *HOSTS}
+        names = {*settings.flat(), *HostSettings().flat()}
+        known = {f"--{name.replace('_', '-')}" for name in names} | {"--help", "--help-all"}
         wrong += [f"{flag}: {line}" for flag in re.findall(r"(?<=\s)--[\w-]+", line[verb.end() :]) if flag not in known]
     assert wrong == []
