@@ -17,10 +17,10 @@ once, and seconds include compilation. Run it on one device that nothing else us
 `--haystack-queries` repeats everything with so many questions per haystack. These share a prefix, so their prompts cost less,
 but a race counts a haystack as one unit. `--replay` scores all individuals of the genetic algorithm's whole searches again and
 replays their generations: the prompts of a race with the test of `racing.py` (`paired`), and with control variates
-(`controlled`): the differences to the bar are regressed on the parents' mean values and on the parents' mean probability of the
-answers (the likelihood), both of which are known on all questions. The estimate of the difference on all questions is the
-regression's at the controls' means over all questions; its error is that of the residuals. A replay does not change the course
-of the search. Its seconds are estimated, as those of the race times the ratio of the prompts.
+(`controlled`): the differences to the bar are regressed on what is known on all questions: the values of the worst parent, the
+mean values of all parents, and the parents' mean probability of the answers (the likelihood). The estimate of the difference on
+all questions is the regression's at the controls' means over all questions; its error is that of the residuals. A replay does
+not change the course of the search. Its seconds are estimated, as those of the race times the ratio of the prompts.
 
 Letters: P individuals, Q questions, U units, C controls.
 """
@@ -157,8 +157,8 @@ def replayed(settings: SearchSettings, record: Mapping[str, Any]) -> dict[str, d
             ids = [line["id"] for line in history if line["generation"] == generation]
             new = [number for number in ids if not history[number]["cached"]]
             bar = Bar(values[rivals], ga.parents + ga.crossovers)
-            controls = np.stack([values[rivals].mean(axis=0), likely[rivals].mean(axis=0)]) if rivals else np.zeros((0, 0))
-            scored = dropped_after(values[new], controls, bar, staged.bounds, test, least)
+            controls = [values[rivals[-1]], values[rivals].mean(axis=0), likely[rivals].mean(axis=0)] if rivals else []
+            scored = dropped_after(values[new], np.array(controls), bar, staged.bounds, test, least)
             saved += sum(saved_by_stage[int(units)] for units in scored)
             for reference in bar.references(values[new]):
                 mistakes += int(((scored < staged.bounds[-1]) & (values[new].mean(axis=1) > reference.mean())).sum())
@@ -201,16 +201,19 @@ def controlled(
 ) -> Bool[np.ndarray, "P"]:
     """The same test with control variates, which are known on all units."""
     count = values.shape[1]
+    if not controls.size:
+        return hopeless(values, reference, units, least)
     centred = np.hstack([(controls - controls.mean(axis=1, keepdims=True))[:, :count], np.zeros((len(controls), 1))])
     design = np.vstack([np.ones(count + 1), centred]).T  # the last row is the difference in the individual's favour
-    if not controls.size or np.linalg.matrix_rank(design) < design.shape[1] or count + 1 <= design.shape[1]:
+    rank = int(np.linalg.matrix_rank(design))
+    if rank == np.linalg.matrix_rank(centred) or rank > count - 1:  # the mean over all units is not determined
         return hopeless(values, reference, units, least)
     differences = values - reference
     strongest = np.maximum(np.abs(differences).max(axis=1, initial=0.0), least)
     differences = np.column_stack([differences, strongest])
-    inverse = np.linalg.inv(design.T @ design)
+    inverse = np.linalg.pinv(design.T @ design)
     fitted = differences @ design @ inverse  # [P, 1 + C]
-    freedom = count + 1 - design.shape[1]
+    freedom = count + 1 - rank
     residuals = ((differences - fitted @ design.T) ** 2).sum(axis=1) / freedom
     error = np.sqrt(residuals * inverse[0, 0] * (1 - count / units))
     return fitted[:, 0] + stdtrit(freedom, CONFIDENCE) * error < 0
