@@ -386,7 +386,12 @@ def with_weights(model: Llama, **weights: Array | Packed) -> Llama:
 def with_full_weights(model: Llama) -> Llama:
     """A copy of the model with packed matrices unpacked to its dtype; without packed ones, the same arrays."""
     packed = {name: leaf for name in MATRICES if isinstance(leaf := getattr(model.layers, name), Packed)}
-    return with_weights(model, **{name: dense(leaf, model.embed[...].dtype) for name, leaf in packed.items()})
+    return with_weights(model, **_unpack(packed, model.embed[...].dtype))
+
+
+@partial(jax.jit, static_argnames="dtype")
+def _unpack(packed: dict[str, Packed], dtype: jnp.dtype) -> dict[str, Array]:
+    return {name: dense(weights, dtype) for name, weights in packed.items()}
 
 
 def over_tables(run: Callable[..., Any], tables: RopeTable, *more: Any) -> Any:

@@ -16,7 +16,6 @@ a gradient goes through a product to its input, and unpacks the matrix once more
 Letters: L layers, O outputs (rows of the matrix), I inputs, B blocks of a row, S their groups (super-blocks).
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -26,7 +25,7 @@ from jaxtyping import Array, Float
 from lpes_jax.errors import UserError
 
 GROUP = 32  # inputs whose codes share bytes: no byte has codes of two groups, so rows can be split between groups
-PARTS = ("codes", "high", "offset", "scale", "subscale", "minimum", "subminimum")
+PARTS = ("codes", "high", "offset", "scale", "subscale", "minimum", "subminimum", "row_gains", "input_gains")
 
 
 class Packed(nnx.Module):
@@ -52,8 +51,6 @@ class Packed(nnx.Module):
         for name in PARTS:
             part = parts.get(name)
             setattr(self, name, None if part is None else nnx.Param(part))
-        self.row_gains: nnx.Param | None = None
-        self.input_gains: nnx.Param | None = None
 
     @property
     def inputs(self) -> int:
@@ -81,13 +78,11 @@ class Packed(nnx.Module):
 
     def with_gains(self, *, rows: Float[Array, "L O"] | None = None, inputs: Float[Array, "L I"] | None = None) -> "Packed":
         """The same codes with gains. Raises UserError if there already are such gains: a product is rounded once."""
-        changed = jax.tree.map(lambda leaf: leaf, self)
-        for name, gains in (("row_gains", rows), ("input_gains", inputs)):
-            if gains is not None:
-                if getattr(self, name) is not None:
-                    raise UserError("packed weights can be multiplied once; load the model with --weight-format full")
-                setattr(changed, name, nnx.Param(gains))
-        return changed
+        parts = {name: part[...] for name in PARTS if (part := getattr(self, name)) is not None}
+        new = {name: gains for name, gains in (("row_gains", rows), ("input_gains", inputs)) if gains is not None}
+        if parts.keys() & new:
+            raise UserError("packed weights can be multiplied once; load the model with --weight-format full")
+        return Packed(**parts, **new)
 
 
 Weights = nnx.Param | Packed  # a matrix [L, I, O], or packed [L, O, I]

@@ -102,10 +102,12 @@ def from_gguf(data: UInt8[np.ndarray, "R bytes"], kind: GGMLQuantizationType) ->
 
 
 def rounded(tensor: Float[np.ndarray, "R I"]) -> Blocks:
-    """The matrix in int8, each block with the scale that its largest weight needs (Q8_0's rule)."""
+    """The matrix in int8, each block with the smallest float16 scale that its largest weight allows."""
     layout = int8_layout(tensor.shape[1])
     blocks = tensor.astype(np.float32).reshape(len(tensor), -1, layout.group)
-    scale = (np.abs(blocks).max(axis=2) / 127).astype(np.float16)
+    needed = np.abs(blocks).max(axis=2) / 127
+    scale = needed.astype(np.float16)
+    scale = np.where(scale < needed, np.nextafter(scale, np.float16(np.inf)), scale)
     wide = scale.astype(np.float32)
     inverse = np.divide(1, wide, out=np.zeros_like(wide), where=wide > 0)
     codes = np.clip(np.rint(blocks * inverse[..., None]), -127, 127).astype(np.int8)
