@@ -1,17 +1,23 @@
 """The pages of the site (mkdocs.yml): the repository's Markdown files, and reference pages made from the code.
 
 mkdocs calls `on_files`. Every file has its path in the repository, so that links between files are those that work there, and
-`mkdocs build --strict` checks them. What a page links to and no page shows (JSON, TOML, code) is copied.
+`mkdocs build --strict` checks them. What a page links to and no page shows (JSON, TOML, code) is copied. The notebook is run;
+its page shows what it printed and drew, and a cell that fails ends the build.
 """
 
+import base64
 import dataclasses
 import importlib
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import nbformat
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from nbclient import NotebookClient
 
 from lpes_jax.help import documented
 from lpes_jax.settings import Settings
@@ -39,6 +45,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         found[name] = File.generated(config, name, abs_src_path=str(path))
     for verb in VERBS:
         found[f"reference/{verb}.md"] = File.generated(config, f"reference/{verb}.md", content=flags_page(verb))
+    for name, content in {"glossary": glossary_page(), "fields": fields_page()}.items():
+        found[f"reference/{name}.md"] = File.generated(config, f"reference/{name}.md", content=content)
+    for name, content in notebook_files(ROOT / "docs/tutorials/demo.ipynb").items():
+        found[name] = File.generated(config, name, content=content)
     found["reference/python.md"] = File.generated(config, "reference/python.md", content=python_page())
     return Files(list(found.values()))
 
@@ -100,3 +110,56 @@ def python_page() -> str:
         module = getattr(package, name).__module__
         lines += [f"::: {module}.{name}", ""]
     return "\n".join(lines)
+
+
+def glossary_page() -> str:
+    """The glossary of CONTRIBUTING.md."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = re.search(r"^## Glossary\n(.*?)(?=^## |\Z)", text, re.M | re.S)
+    assert section is not None
+    return f"# Glossary\n{section[1]}"
+
+
+def fields_page() -> str:
+    """The fields of each file, from its JSON Schema."""
+    lines = ["# Fields of files", "", "From the JSON Schemas. A field in bold is always there.", ""]
+    for path in sorted((ROOT / "docs/schemas").glob("*.json")):
+        schema = json.loads(path.read_text(encoding="utf-8"))
+        lines += [f"## {schema['title']}", "", schema["description"], "", "| field | type | |", "| --- | --- | --- |"]
+        for name, field in schema["properties"].items():
+            shown = f"**`{name}`**" if name in schema.get("required", ()) else f"`{name}`"
+            lines.append(f"| {shown} | {_type(field)} | {field['description']} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _type(field: dict[str, Any]) -> str:
+    if "enum" in field:
+        return ", ".join(f"`{value}`" for value in field["enum"])
+    if "const" in field:
+        return f"`{field['const']}`"
+    kinds = field.get("type") or [_type(one) for one in field.get("anyOf", ())]
+    return kinds if isinstance(kinds, str) else " or ".join(dict.fromkeys(kinds))
+
+
+def notebook_files(path: Path) -> dict[str, str | bytes]:
+    """Run a notebook, in build/notebook; its page in Markdown, and its pictures, by their paths in the site."""
+    folder = ROOT / "build" / "notebook"
+    folder.mkdir(parents=True, exist_ok=True)
+    notebook = nbformat.read(path, as_version=4)
+    NotebookClient(notebook, timeout=1200, kernel_name="python3", resources={"metadata": {"path": str(folder)}}).execute()
+    stem = path.relative_to(ROOT).with_suffix("").as_posix()
+    parts, pictures = [], {}
+    for cell in notebook.cells:
+        parts.append(cell.source if cell.cell_type == "markdown" else f"```python\n{cell.source}\n```")
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {})
+            if "image/png" in data:
+                name = f"{stem}_{len(pictures)}.png"
+                pictures[name] = base64.b64decode(data["image/png"])
+                parts.append(f"![What the cell draws]({Path(name).name})")
+            elif output.output_type == "stream" and output.name == "stdout":
+                parts.append(f"```text\n{output.text.rstrip()}\n```")
+            elif "text/plain" in data:
+                parts.append(f"```text\n{data['text/plain']}\n```")
+    return {f"{stem}.md": "\n\n".join(parts) + "\n", **pictures}

@@ -139,8 +139,8 @@ def check_same(where: Path, ran: Mapping[str, Any], wanted: Mapping[str, Any]) -
     for name in sorted({*wanted, *ran}):
         if ran.get(name) != wanted.get(name):
             raise UserError(
-                f"{where} was run with {name}={ran.get(name)!r}, not {wanted.get(name)!r}; give the same flags or another "
                 f"{where} was run with {name}={ran.get(name)!r}, not {wanted.get(name)!r}; use the same flags or another "
+                "--output-path"
             )
 
 

@@ -1,21 +1,16 @@
-"""The figures of docs/serving, from the JSON files of experiments/results/serving.
+"""The tables of docs/serving from the records in experiments/results/serving; `page_figures.py` puts them into the pages.
 
-Examples:
-  python experiments/serving_tables.py                print the figures of each page
-  python experiments/serving_tables.py --write        write them into the pages, each between its two marks
-
-`make serve-test` writes the records of servers, and experiments/serve_llama_cpp.py those of whole models in llama.cpp. A test
-compares the pages with them. Differences are in nats.
+`make serve-test` writes the records of servers, and experiments/serve_llama_cpp.py those of whole models in llama.cpp.
+Differences are in nats.
 """
 
-import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-RESULTS, PAGES = ROOT / "experiments/results/serving", ROOT / "docs/serving"
-MARKS = ("<!-- figures: python experiments/serving_tables.py --write -->", "<!-- end of figures -->")
+RESULTS = ROOT / "experiments/results/serving"
 NOISE = "llama.cpp, as it is (its own noise)"
 ROWS = {
     NOISE: "llama.cpp, the file as it is: the backend's own noise",
@@ -24,15 +19,20 @@ ROWS = {
 }
 
 
-def figures() -> dict[str, str]:
-    """The text between the marks of each page whose server `make serve-test` has run."""
-    transformers = ["transformers4", "transformers5"]
-    pages = {
-        "transformers.md": [*form_tables(transformers), family_table(transformers)],
-        "vllm.md": form_tables(["vllm"]) if "server" in _record("vllm") else [],
-        "llama_cpp.md": llama_cpp_tables(),
-    }
-    return {page: "\n\n".join(tables) for page, tables in pages.items() if tables}
+def transformers() -> str:
+    """Exported folders in two versions of transformers."""
+    servers = ["transformers4", "transformers5"]
+    return "\n\n".join([*form_tables(servers), family_table(servers)])
+
+
+def vllm() -> str:
+    """Exported folders in vLLM."""
+    return "\n\n".join(form_tables(["vllm"]))
+
+
+def llama_cpp() -> str:
+    """Patched files in llama.cpp."""
+    return "\n\n".join(llama_cpp_tables())
 
 
 def form_tables(servers: list[str]) -> list[str]:
@@ -217,23 +217,4 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def with_figures(page: str, text: str) -> str:
-    """A page's text with the current figures between its marks."""
-    before, rest = text.split(MARKS[0])
-    return f"{before}{MARKS[0]}\n{figures()[page]}\n{MARKS[1]}{rest.split(MARKS[1])[1]}"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put the figures into the pages")
-    write = parser.parse_args().write
-    for page, text in figures().items():
-        if not write:
-            print(f"{page}\n\n{text}\n")
-            continue
-        path = PAGES / page
-        path.write_text(with_figures(page, path.read_text(encoding="utf-8")), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+TABLES: dict[str, Callable[[], str]] = {"transformers": transformers, "vllm": vllm, "llama_cpp": llama_cpp}

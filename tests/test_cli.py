@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 from nursery import QUICK
+from schemas import check_folder
 
 from lpes_jax.cli import run_verb
 from lpes_jax.factors import LayerFactors
@@ -74,6 +75,7 @@ def test_search_leaves_its_folder_and_prints_its_table(searched):
     assert len(history) == 4 + 4
     pi = LayerFactors.load(folder / "factors.json").factors.mean()
     assert 0.5 <= pi <= 2.0
+    check_folder(folder, "config.json", "history.jsonl", "uniform.json", "factors.json", "results.json", "samples.jsonl")
 
 
 @pytest.mark.long
@@ -97,6 +99,7 @@ def test_evaluate_takes_the_factors_and_measures_both_metrics(searched, nursery,
     flags = ("--model", model_folder, "--num-pairs", 3, "--key-length", 2, "--limit", 2, "--max-new-tokens", 4)
     done = nursery.verb("evaluate", *flags, "--factors", folder / "factors.json", "--output-path", tmp_path / "out")
     assert done.returncode == 0, done.stderr
+    check_folder(tmp_path / "out", "results.json", "samples.jsonl")
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert list(results["methods"]) == ["plain prompt", "baseline", "factors"]
     for figures in results["methods"].values():

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from nursery import VERB
+from schemas import check_folder
 
 from lpes_jax.compare import NAMES, CompareSettings, run_comparison
 from lpes_jax.errors import UserError
@@ -44,6 +45,7 @@ def test_all_methods_are_measured_on_the_same_prompts(compared):
     assert {path.name for path in (folder / "out").iterdir()} == {
         *("results.json", "results.md", "samples.jsonl", "positions.png", "positions.svg", "report.html"),
     }
+    check_folder(folder / "out", "results.json", "samples.jsonl")
     text = (folder / "out/results.md").read_text()
     assert all(f"| {name} |" in text for name in NAMES) and "against baseline" in text
 

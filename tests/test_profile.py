@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from schemas import check_folder
 
 import lpes_jax as lj
 from lpes_jax.cli import main
@@ -25,6 +26,7 @@ def test_before_and_with_factors_on_the_same_questions(tmp_path, monkeypatch):
     grid = run_profile(settings)
     record = json.loads((tmp_path / "out" / "profile.json").read_text())
     assert list(record)[0] == "effective_length"
+    check_folder(tmp_path / "out", "profile.json")
 
     # The model reads kv without a haystack but not single_1, so single_1 was not measured at length.
     assert record["fact_alone"]["kv"]["mean"] == 1.0 and record["fact_alone"]["single_1"]["mean"] == 0.0

@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from schemas import check_folder
 
 import lpes_jax as lj
 from lpes_jax.evaluate.__main__ import main as evaluate
@@ -119,6 +120,7 @@ def test_perplexity_is_that_of_the_logits(tmp_path, model_folder):
         log_p = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
         first = 1 if number == 0 else 32
         nlls += [-log_p[index - 1, window.ids[index]] for index in range(first, 64)]
+    check_folder(folder, "results.json")
     figures = results(folder)
     assert figures["results"]["perplexity"]["perplexity,none"] == pytest.approx(math.exp(np.mean(nlls)), rel=1e-5)
     assert figures["scored_tokens"] == len(nlls) and len(figures["methods"]["baseline"]["perplexity_by_position"]) == 8

@@ -36,6 +36,10 @@ def check(settings: SearchSettings) -> None:
         raise UserError(f"--algorithm {settings.algorithm!r} is not known; did you mean {', '.join(close)}?")
     if ga.race and settings.algorithm == "gradient":
         raise UserError("--race drops individuals, and --algorithm gradient has none; remove --race")
+    if settings.devices.score_dtype is not None and settings.algorithm == "gradient":
+        raise UserError(
+            f"--score-dtype {settings.devices.score_dtype} scores individuals, and --algorithm gradient has none; remove it"
+        )
     if settings.task.is_mixture:
         several = "--mixture" if settings.task.mixture is not None else f"--task {' '.join(settings.task.task)}"
         if ga.race:

@@ -42,7 +42,7 @@ class Fitness:
 
     `first_bad_layer` finds the layer where a score became NaN or infinite (`lpes_jax.finite`). `granularities` are those of
     factors and gains. `max_evaluations` (None: no bound) is the most individuals that are scored. Without a `race` all are
-    scored on all examples.
+    scored on all examples. `score_dtype` (None: the model's) is that of the scorer's products, and is in each line.
     """
 
     def __init__(
@@ -56,8 +56,10 @@ class Fitness:
         stop: GracefulStop,
         max_evaluations: int | None = None,
         race: Race | None = None,
+        score_dtype: str | None = None,
     ):
         self.scorer, self.objective, self.race = scorer, objective, race
+        self._scored_in = {} if score_dtype is None else {"score_dtype": score_dtype}
         self.folder, self.progress, self.stop = folder, progress, stop
         self.first_bad_layer, self.granularities, self.max_evaluations = first_bad_layer, granularities, max_evaluations
         self.records: list[dict[str, Any]] = []
@@ -216,7 +218,8 @@ class Fitness:
         cached = [key in self._seen or key in keys[:index] for index, key in enumerate(keys)]
         fits = self._within_budget(cached)
         drafts = [
-            draft | row.record | {"cached": known} for draft, row, known in zip(drafts[:fits], rows, cached, strict=False)
+            draft | row.record | self._scored_in | {"cached": known}
+            for draft, row, known in zip(drafts[:fits], rows, cached, strict=False)
         ]
         parts = self.objective.accuracy_keys
         recorded = self.folder.recorded[len(self.records) : len(self.records) + len(drafts)]

@@ -28,7 +28,7 @@ from lpes_jax.search.mixture import Mixture
 from lpes_jax.search.objective import Group, Objective, groups_of
 from lpes_jax.search.plain_text import check_windows
 from lpes_jax.search.racing import Race
-from lpes_jax.search.scorers import fit, make_scorer, make_staged_scorer, search_prompts
+from lpes_jax.search.scorers import fit, make_scorer, make_staged_scorer, scoring_model, search_prompts
 from lpes_jax.search.settings import scaled_layers, search_space
 from lpes_jax.search.space import Space
 from lpes_jax.search.stop import BudgetSpent, GracefulStop
@@ -142,8 +142,9 @@ def search(
                 task_prompts.encode(prompts[index], tokenizer, config.max_position_embeddings)
     everything = [prompt for own_prompts in prompts for prompt in own_prompts]
     asked = everything + asked_later
-    staged = make_staged_scorer(settings, model, tokenizer, tasks, prompts) if settings.ga.race else None
-    scorer = make_scorer(settings, model, tokenizer, tasks, prompts, stop_ids) if staged is None else staged
+    scoring = scoring_model(settings, model)
+    staged = make_staged_scorer(settings, scoring, tokenizer, tasks, prompts) if settings.ga.race else None
+    scorer = make_scorer(settings, scoring, tokenizer, tasks, prompts, stop_ids) if staged is None else staged
     groups: Sequence[Group] = ()
     if mixture is not None:
         groups = groups_of(mixture.titles, mixture.weights, searched, prompts, settings.objective.weights)
@@ -154,8 +155,8 @@ def search(
     def trace(prompt: int, row: Individuals | None, kinds: tuple[Granularity, Granularity]) -> int | str | None:
         [ids] = token_ids(tokenizer, [everything[prompt].text + (everything[prompt].answers or ("",))[0]])
         if row is None:
-            return first_bad_layer(model, ids)
-        return first_bad_layer(model, ids, row.factors, kinds[0], row.gains, kinds[1])
+            return first_bad_layer(scoring, ids)
+        return first_bad_layer(scoring, ids, row.factors, kinds[0], row.gains, kinds[1])
 
     candidates = sum((_HELD_OUT - (task.plain is None)) * len(examples) * len(slots)
                      for task, examples, slots in zip(tasks, held_out, reported, strict=True))  # fmt: skip
@@ -171,7 +172,8 @@ def search(
             with SearchProgress(total) as progress:
                 with GracefulStop() as stop:
                     budget = settings.ga.max_evaluations
-                    fitness = Fitness(scorer, objective, trace, space.granularities, folder, progress, stop, budget, race)
+                    kinds, dtype = space.granularities, settings.devices.score_dtype
+                    fitness = Fitness(scorer, objective, trace, kinds, folder, progress, stop, budget, race, dtype)
                     try:
                         algorithm.run(model, tokenizer, prompts, fitness)
                     except BudgetSpent:

@@ -18,6 +18,7 @@ from lpes_jax.mark import refuse_marked
 from lpes_jax.mesh import make_mesh
 from lpes_jax.models.llama import Loaded, load
 from lpes_jax.models.llama.chat import make_chat
+from lpes_jax.models.llama.eight_bits import check_eight_bits
 from lpes_jax.report.html import write_page
 from lpes_jax.report.plots import factors_by_layer, search_history, u_curve
 from lpes_jax.report.tables import Grid, by_task, differences, markdown, position_table, show
@@ -55,6 +56,8 @@ def run_search(settings: SearchSettings, loaded: Loaded | None = None, measured:
     started = time.time()
     check(settings)
     check_deterministic(settings.devices.deterministic)
+    if settings.devices.score_dtype is not None:
+        check_eight_bits(settings.devices.score_dtype)
     run = settings.run
     hosts.from_first(lambda: output.check(run.output_path, "search", overwrite=run.overwrite, resume=run.resume))
     mixture, tasks = tasks_asked(settings)
@@ -167,7 +170,13 @@ def _report(
         searched = by_task(result.selection["tasks"])
         tables += ["The search's own questions, as the model is and with the found factors\n", f"{searched}\n"]
         shown.append(searched)
-    tables.append(f"{_winners_curse(result.selection)}\n")
+    luck = _winners_curse(result.selection)
+    if settings.devices.score_dtype is not None:
+        luck += (
+            f" The search scored with {settings.devices.score_dtype} products (--score-dtype); the held-out figures are of the "
+            "model in its own dtype."
+        )
+    tables.append(f"{luck}\n")
     text = "\n".join(tables)
     write_text(folder / "results.md", text)
     search = result.factors.search
@@ -176,7 +185,7 @@ def _report(
         f"{search['prompts_scored']:,} prompts scored, {search['seconds']:.0f} s. "
         f"'{PLAIN}' has no forced opener after the prompt; p is against '{BASELINE}', over questions."
     )
-    shown += [_winners_curse(result.selection), f"run folder: {folder}"]
+    shown += [luck, f"run folder: {folder}"]
     return text, pictures | drawn_numbers, shown
 
 

@@ -12,7 +12,7 @@ from lpes_jax.errors import UserError
 from lpes_jax.generation import GeneratedScorer
 from lpes_jax.mesh import make_mesh, mesh_of
 from lpes_jax.models.llama.config import LlamaConfig
-from lpes_jax.models.llama.model import Llama
+from lpes_jax.models.llama.model import Llama, with_eight_bits
 from lpes_jax.models.llama.sharding import put_model
 from lpes_jax.rope import Granularity
 from lpes_jax.scores import LikelihoodScorer, PopulationScorer, Scores
@@ -68,6 +68,14 @@ def fit(
 
 def _new_tokens(settings: SearchSettings, task: Task) -> int:
     return task.max_new_tokens if settings.questions.max_new_tokens is None else settings.questions.max_new_tokens
+
+
+def scoring_model(settings: SearchSettings, model: Llama) -> Llama:
+    """The model that scores individuals: a copy on the mesh with weights in 8 bits (`--score-dtype`), or the model itself."""
+    if settings.devices.score_dtype is None:
+        return model
+    mesh = mesh_of(model) or make_mesh()
+    return put_model(with_eight_bits(model, settings.devices.score_dtype), mesh)
 
 
 def make_scorer(

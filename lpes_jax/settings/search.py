@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lpes_jax.choices import EVOSAX, INDIVIDUALS, RANDOM, Curve, FitnessName, Granularity, Learn, Parameter
+from lpes_jax.choices import EVOSAX, INDIVIDUALS, RANDOM, Curve, FitnessName, Granularity, Learn, Parameter, ScoreDtype
 from lpes_jax.errors import UserError
 from lpes_jax.settings.groups import (
     HeldOutQuestionSettings,
@@ -256,6 +256,10 @@ class TextSettings(TextFileSettings):
 class SearchDeviceSettings(MeshSettings):
     """Devices and memory."""
 
+    score_dtype: ScoreDtype | None = when(None, algorithm=INDIVIDUALS)
+    """fp8 or int8: score individuals with 8-bit products (default: --dtype).
+    Weights (in addition to those of --dtype) and activations of the layers are rounded to 8 bits; attention, norms and logits
+    stay in --dtype, as do all held-out figures. fp8: NVIDIA GPUs from Ada or Hopper on; int8: any device."""
     population_chunk: int | None = rare(None)
     """Individuals per forward pass and device (default: by memory)."""
 

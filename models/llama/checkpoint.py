@@ -39,9 +39,10 @@ from lpes_jax.errors import UserError
 from lpes_jax.json_files import read_json
 from lpes_jax.mesh import put
 from lpes_jax.models.llama.config import LlamaConfig
+from lpes_jax.models.llama.eight_bits import PROJECTIONS
 from lpes_jax.models.llama.gguf import ALL, GgufFile
 from lpes_jax.models.llama.gguf_model import hf_names, llama_config, read_hf, read_hf_packed
-from lpes_jax.models.llama.model import MATRICES, Llama, with_full_weights, with_weights
+from lpes_jax.models.llama.model import Llama, with_full_weights, with_weights
 from lpes_jax.models.llama.packed import Packed
 from lpes_jax.models.llama.packing import LAYOUTS, Blocks, Layout, Stack, combined, from_gguf, int8_layout, rounded
 from lpes_jax.models.llama.sharding import check_blocks, check_model_axis, weight_spec
@@ -286,7 +287,7 @@ def packed_layouts(checkpoint: Checkpoint, weight_format: WeightFormat) -> dict[
         return {}
     found = {}
     for path, leaf in _leaves(checkpoint.config, np.dtype(np.float32))[1]:
-        if path[-1] not in MATRICES:
+        if path[-1] not in PROJECTIONS:
             continue
         layouts = [checkpoint.layout(name) for name, *_ in tensors_of(path, leaf.shape, checkpoint.config)]
         if weight_format == "int8":

@@ -26,13 +26,13 @@ from jaxtyping import Array, Bool, Float, Int
 from lpes_jax.errors import UserError
 from lpes_jax.models.llama.attention import cached_attention, causal_attention
 from lpes_jax.models.llama.config import LlamaConfig
+from lpes_jax.models.llama.eight_bits import PROJECTIONS, EightBits, EightBitWeights, stacked
 from lpes_jax.models.llama.method import Channel, Layer, Method, Replacement
 from lpes_jax.models.llama.packed import Packed, Weights, dense
 from lpes_jax.rope import RopeTable, apply_gains, cos_sin, rotate
 
 KeyValues = tuple[Float[Array, "*layers B T K D"], Float[Array, "*layers B T K D"]]
 Scaled = Callable[[], tuple[Float[Array, "B T H D"], Float[Array, "B T K D"]]]
-MATRICES = ("query", "key", "value", "output", "gate", "up", "down")  # of `Layers`, those that may be packed
 _SHORT = 256  # rows with fewer tokens do not win back the time to compile the last layer separately
 _ROWS_AT_ONCE = 32  # queries with a scaled channel whose logits over all keys are in memory at once
 
@@ -385,13 +385,24 @@ def with_weights(model: Llama, **weights: Array | Packed) -> Llama:
 
 def with_full_weights(model: Llama) -> Llama:
     """A copy of the model with packed matrices unpacked to its dtype; without packed ones, the same arrays."""
-    packed = {name: leaf for name in MATRICES if isinstance(leaf := getattr(model.layers, name), Packed)}
+    packed = {name: leaf for name in PROJECTIONS if isinstance(leaf := getattr(model.layers, name), Packed)}
     return with_weights(model, **_unpack(packed, model.embed[...].dtype))
 
 
 @partial(jax.jit, static_argnames="dtype")
 def _unpack(packed: dict[str, Packed], dtype: jnp.dtype) -> dict[str, Array]:
     return {name: dense(weights, dtype) for name, weights in packed.items()}
+
+
+def with_eight_bits(model: Llama, kind: EightBits) -> Llama:
+    """A copy of the model with the weights of its layers in 8 bits, for products in 8 bits (`eight_bits.py`).
+
+    These weights need half the memory of 16-bit ones, beside the model's own. There are no gradients.
+    """
+    changed = jax.tree.map(lambda leaf: leaf, model)
+    for name in PROJECTIONS:
+        setattr(changed.layers, name, EightBitWeights(*stacked(getattr(model.layers, name), kind, model.embed[...].dtype)))
+    return changed
 
 
 def over_tables(run: Callable[..., Any], tables: RopeTable, *more: Any) -> Any:
@@ -435,7 +446,9 @@ def rms_norm(x: Float[Array, "*any E"], weight: Float[Array, "E"], eps: float) -
     return weight * wide.astype(x.dtype)
 
 
-def project(x: Float[Array, "*any I"], weights: Weights, bias: nnx.Param | None = None) -> Float[Array, "*any O"]:
+def project(
+    x: Float[Array, "*any I"], weights: Weights | EightBitWeights, bias: nnx.Param | None = None
+) -> Float[Array, "*any O"]:
     """x times one of a layer's matrices `[I, O]`, plus the bias `[O]` if there is one, in x's dtype.
 
     All products of a layer with its weights go through this function. The backward pass unpacks packed weights again: only
@@ -445,7 +458,10 @@ def project(x: Float[Array, "*any I"], weights: Weights, bias: nnx.Param | None 
     def product_with(x: Array, weights: Weights) -> Array:
         return matmul(x, dense(weights, x.dtype))
 
-    product = (jax.checkpoint(product_with) if isinstance(weights, Packed) else product_with)(x, weights)
+    if isinstance(weights, EightBitWeights):
+        product = weights.product(x)
+    else:
+        product = (jax.checkpoint(product_with) if isinstance(weights, Packed) else product_with)(x, weights)
     return product if bias is None else product + bias[...]
 
 

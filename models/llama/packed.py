@@ -88,7 +88,7 @@ class Packed(nnx.Module):
 Weights = nnx.Param | Packed  # a matrix [L, I, O], or packed [L, O, I]
 
 
-def dense(weights: Weights, dtype: DTypeLike) -> Float[Array, "*L I O"]:
+def dense(weights: Weights | Float[Array, "*L I O"], dtype: DTypeLike) -> Float[Array, "*L I O"]:
     """The matrix of weights that may be packed; `dtype` is that of unpacked ones."""
     return weights.unpacked(dtype).swapaxes(-1, -2) if isinstance(weights, Packed) else weights[...]
 

@@ -22,19 +22,23 @@ _BY_INPUT = ("output", "down")
 
 def weight_spec(path: tuple[Any, ...]) -> PartitionSpec:
     """How a leaf of `Llama` is split over the model axis, by its path, such as `("layers", "query_bias")`."""
-    if path[0] == "layers" and len(path) == 3:  # a part of a packed matrix: [L, O, inputs or blocks], or numbers of a layer
-        name, part = path[1:]
-        if part == "offset" or (part == "row_gains" and name in _BY_INPUT) or (part == "input_gains" and name in _BY_OUTPUT):
-            return EVERYWHERE
-        return (
-            PartitionSpec(None, "model")
-            if name in _BY_OUTPUT or part.endswith("_gains")
-            else PartitionSpec(None, None, "model")
-        )
+    if path[0] == "layers" and len(path) == 3:
+        return _part_spec(*path[1:])
     name = str(path[-1])
     if name.removesuffix("_bias") in _BY_OUTPUT:
         return PartitionSpec(None, "model") if name.endswith("_bias") else PartitionSpec(None, None, "model")
     return PartitionSpec(None, "model") if name in _BY_INPUT else EVERYWHERE
+
+
+def _part_spec(name: str, part: str) -> PartitionSpec:
+    """How a part of a matrix in 8 bits or packed is split: numbers of each weight or block [L, O, n], or of rows or inputs."""
+    if part == "offset":
+        return EVERYWHERE
+    if part in ("scales", "row_gains"):
+        return PartitionSpec(None, "model") if name in _BY_OUTPUT else EVERYWHERE
+    if part == "input_gains":
+        return PartitionSpec(None, "model") if name in _BY_INPUT else EVERYWHERE
+    return PartitionSpec(None, "model") if name in _BY_OUTPUT else PartitionSpec(None, None, "model")
 
 
 def check_model_axis(mesh: Mesh, num_kv_heads: int, intermediate_size: int) -> None:

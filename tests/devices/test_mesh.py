@@ -22,6 +22,7 @@ from lpes_jax.generation import generate_ids
 from lpes_jax.mesh import BY_POPULATION, EVERYWHERE, make_mesh, over_population, put
 from lpes_jax.methods.ms_poe import ms_poe
 from lpes_jax.models.llama.method import table_method
+from lpes_jax.models.llama.model import with_eight_bits
 from lpes_jax.models.llama.sharding import put_model
 from lpes_jax.prefixes import pack_rows
 from lpes_jax.rope import RopeTable, scale_layers
@@ -92,6 +93,16 @@ def test_scores_are_those_of_one_device(scorers, size):
     wanted, *others = (scorers[mesh](factors, "layer_group") for mesh in MESHES)
     same(wanted, *others)
     assert wanted.correct.any() and not wanted.correct.all()
+
+
+def test_scores_in_8_bits_are_those_of_one_device(models, prompts):
+    factors = population_of((4, 3))
+    eight_bits = {mesh: put_model(with_eight_bits(model, "int8"), mesh) for mesh, model in models.items()}
+    assert {shard.data.shape for shard in eight_bits[PAIRS].layers.query.values[...].addressable_shards} == {(3, 24, 48)}
+    assert {shard.data.shape for shard in eight_bits[PAIRS].layers.down.values[...].addressable_shards} == {(3, 48, 48)}
+    wanted, *others = (Scorer(model, prompts)(factors).log_likelihood for model in eight_bits.values())
+    for other in others:
+        close(other, wanted, 0.02)  # a state at the edge of two 8-bit numbers may fall to either side
 
 
 def test_a_method_that_looks_at_all_heads_scores_and_writes_the_same(scorers, models, prompts, tiny_model):
@@ -166,3 +177,13 @@ def test_programs_compiled_side_by_side_give_the_same_scores_and_are_compiled_on
     counted = compilations(begun[0])
     assert counted["programs"] + counted["from_cache"] == scorer.compilations == 3, (counted, scorer.compilations)
     np.testing.assert_array_equal(found.log_likelihood, wanted.log_likelihood)
+
+
+def test_packed_weights_score_the_same_on_any_mesh_or_are_refused(model_folder, models, prompts):
+    packed = [lj.load_model(str(model_folder), "float32", mesh, weight_format="int8") for mesh in (ONE, EIGHT)]
+    same(*(Scorer(model, prompts)(population_of((5, 3))) for model in packed))
+    whole_blocks = lj.load_model(str(model_folder), "float32", ONE, weight_format="int8").layers.query
+    assert whole_blocks.codes[...].sharding.is_fully_replicated
+    refused = "--model-axis 2: does not divide the 1 blocks of 48 packed weights in a row of 'output'; use --weight-format full"
+    with pytest.raises(UserError, match=refused):
+        lj.load_model(str(model_folder), "float32", PAIRS, weight_format="int8")

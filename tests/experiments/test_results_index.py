@@ -55,19 +55,3 @@ def test_of_many_figures_the_ends_or_the_two_that_matter():
     pair = {"difference": -0.05, "standard_error": None, "p": 0.0001}
     assert results_index.figures_of({"figures": {"kv": pair}}) == "figures, kv -0.0500 (p <0.001)"
     assert results_index.figures_of({"note": 1}) == "-"
-
-
-def test_the_readme_has_the_table_of_its_results():
-    from readme_table import MARKS, ROOT, table
-
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert readme.split(MARKS[0])[1].split(MARKS[1])[0].strip() == table()
-
-
-def test_the_pages_of_servers_have_the_figures_of_their_records():
-    from serving_tables import PAGES, figures, with_figures
-
-    assert {"transformers.md", "llama_cpp.md"} <= figures().keys()
-    for page in figures():
-        text = (PAGES / page).read_text(encoding="utf-8")
-        assert with_figures(page, text) == text, "run: python experiments/serving_tables.py --write"

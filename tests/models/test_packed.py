@@ -23,7 +23,8 @@ from lpes_jax.methods.seal import seal
 from lpes_jax.models.llama import load
 from lpes_jax.models.llama.checkpoint import load_llama, open_checkpoint, save_llama
 from lpes_jax.models.llama.config import LlamaConfig
-from lpes_jax.models.llama.model import MATRICES, Llama, hidden_states, with_full_weights, with_weights
+from lpes_jax.models.llama.eight_bits import PROJECTIONS
+from lpes_jax.models.llama.model import Llama, hidden_states, with_full_weights, with_weights
 from lpes_jax.models.llama.packed import Packed
 from lpes_jax.models.llama.packing import LAYOUTS, combined, from_gguf, pack, rounded
 from lpes_jax.rope import RopeParameters
@@ -95,8 +96,8 @@ def test_a_packed_gguf_file_gives_the_logits_of_the_unpacked_one(tmp_path, archi
     tensors = tensors_of(architecture) | packed_queries(0, architecture) | packed_queries(1, architecture)
     path = str(write_model(tmp_path / "model.gguf", architecture, tensors=tensors))
     full, packed, eight = (lj.load_model(path, "float32", weight_format=form) for form in ("full", "packed", "int8"))
-    kinds = {name: type(getattr(packed.layers, name)) for name in MATRICES}
-    assert kinds == dict.fromkeys(MATRICES, Packed) | {"output": nnx.Param, "down": nnx.Param}
+    kinds = {name: type(getattr(packed.layers, name)) for name in PROJECTIONS}
+    assert kinds == dict.fromkeys(PROJECTIONS, Packed) | {"output": nnx.Param, "down": nnx.Param}
     assert isinstance(eight.layers.down, Packed)
     wanted = np.asarray(lj.logits(full, TOKENS))
     np.testing.assert_allclose(lj.logits(packed, TOKENS), wanted, atol=1e-5 * np.abs(wanted).max())
@@ -110,7 +111,7 @@ def test_bfloat16_rounds_the_same_values(tmp_path):
     tensors = tensors_of("llama") | packed_queries(0, "llama") | packed_queries(1, "llama")
     path = str(write_model(tmp_path / "model.gguf", tensors=tensors))
     full, packed = (lj.load_model(path, "bfloat16", weight_format=form) for form in ("full", "packed"))
-    for name in MATRICES:
+    for name in PROJECTIONS:
         unpacked = getattr(with_full_weights(packed).layers, name)[...]
         np.testing.assert_array_equal(unpacked, getattr(full.layers, name)[...])
 
@@ -169,7 +170,7 @@ def big(layers: int) -> Llama:
         rms_norm_eps=1e-5, max_position_embeddings=64, rope=RopeParameters(rope_theta=1e4),
     )  # fmt: skip
     model = Llama(config, rngs=nnx.Rngs(0))
-    matrices = {name: np.asarray(getattr(model.layers, name)[...]).swapaxes(1, 2) for name in MATRICES}
+    matrices = {name: np.asarray(getattr(model.layers, name)[...]).swapaxes(1, 2) for name in PROJECTIONS}
     return with_weights(model, **{name: pack([rounded(layer) for layer in matrix]) for name, matrix in matrices.items()})
 
 

@@ -1,6 +1,6 @@
 """What a server answered, kept as JSON: RECORDS/SERVER.json, a form of the model's files at a time.
 
-RECORDS is runs/serving, or the folder that SERVE_RECORDS names. `experiments/serving_tables.py` makes the tables of
+RECORDS is runs/serving, or the folder that SERVE_RECORDS names. `experiments/page_figures.py` makes the tables of
 docs/serving from the records in experiments/results/serving.
 """
 

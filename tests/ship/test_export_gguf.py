@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from byte_tokenizer import byte_tokenizer
+from schemas import check_folder
 from tiny_gguf import HEAD_DIM, write_model
 
 from lpes_jax.api import logits
@@ -56,6 +57,7 @@ def test_the_expected_answers_of_a_server_are_beside_the_file(settings, tmp_path
     folder = run_export(settings.replace(no_self_test=False))
     assert not (folder / "self_test.py").exists()  # which is for transformers
     record = json.loads((folder / "self_test.json").read_text())
+    check_folder(folder, "exported.json", "factors.json", "self_test.json")
     lengths = [len(prompt["ids"]) for prompt in record["prompts"]]
     assert record["notices_a_plain_model"] and len({prompt["fact_at_percent"] for prompt in record["prompts"]}) == 5
     assert max(lengths) == 100 and min(lengths) < 30

@@ -1,0 +1,86 @@
+"""The measured figures of the README and docs/: made from the records, and none outside of such tables."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "experiments"))
+import page_figures  # noqa: E402
+import page_tables  # noqa: E402
+
+NAMES = {path.relative_to(ROOT).as_posix(): path for path in page_figures.pages()}
+UNITS = (
+    r"%|s|ms|seconds?|minutes?|min|hours?|[KMG]i?B|nats|points|x|times|prompts/s|tokens/s|TFLOP/s|GPU-seconds|"
+    r"(?:percent|standard errors?)"
+)
+WORDS = "two|three|four|five|six|seven|eight|nine|ten|twenty|thirty|sixty|hundred"
+FIGURE = re.compile(rf"(?:(?<![\w.])\d[\d,.]*|\b(?:{WORDS}))\s?(?:{UNITS})(?![\w/])|±\s?\d", re.I)
+# Figures that are definitions: sizes and shares of the method, not results.
+DEFINITIONS = {
+    "docs/explanation/transfer.md": {"95 %"},  # of an interval
+    "docs/guides/resume.md": {"2 GiB"},  # the default bound of the cache
+}
+
+
+def prose(text: str) -> str:
+    """A page without the tables that are made from records."""
+    return page_figures.BLOCK.sub("", text)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tables_are_what_the_records_say(name):
+    text = NAMES[name].read_text(encoding="utf-8")
+    assert page_figures.renewed(text) == text, "run: python experiments/page_figures.py --write"
+    assert text.count("<!-- figures:") == text.count("<!-- end of figures -->") == len(page_figures.BLOCK.findall(text))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_measured_figure_stands_outside_of_these_tables(name):
+    found = {match[0] for match in FIGURE.finditer(prose(NAMES[name].read_text(encoding="utf-8")))}
+    assert found <= DEFINITIONS.get(name, set())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pages_can_be_read(name):
+    """Paragraphs of five lines and tables of eight columns at most."""
+    lines = re.sub(r"```.*?```", "", NAMES[name].read_text(encoding="utf-8"), flags=re.S).split("\n")
+    wide = [line for line in lines if line.startswith("|") and line.replace("\\|", "").count("|") > 9]
+    paragraphs = re.findall(r"(?:^(?![|>#\-*\d]|    |<!--).+\n){6,}", "\n".join(lines), re.M)
+    assert wide == [] and paragraphs == []
+
+
+def test_each_table_is_on_a_page():
+    on_pages = {
+        match["name"] for path in NAMES.values() for match in page_figures.BLOCK.finditer(path.read_text(encoding="utf-8"))
+    }
+    assert on_pages == page_figures.TABLES.keys()
+
+
+def test_a_changed_record_changes_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    old = page_tables.scaling()
+    record = page_tables.record("bench_scaling/qwen_h200x4.json")
+    record["scaling"][2]["prompts_a_second"] = 333.0
+    (tmp_path / "bench_scaling").mkdir()
+    (tmp_path / "bench_scaling/qwen_h200x4.json").write_text(json.dumps(record), encoding="utf-8")
+    monkeypatch.setattr(page_tables, "RESULTS", tmp_path)
+    assert page_tables.scaling() != old and "| 4 | 333 | 2.00 | 0 |" in page_tables.scaling()
+    page = f"Before.\n\n<!-- figures: scaling -->\n\n{old}\n\n<!-- end of figures -->\n\nAfter.\n"
+    assert page_figures.renewed(page) == page.replace(old, page_tables.scaling())
+
+
+@pytest.mark.parametrize(
+    "text", ["takes 92 s.", "9.5 GB of memory", "rises by 12 points", "27 % of", "under three minutes", "70 ± 2"]
+)
+def test_figures_are_noticed(text):
+    assert FIGURE.search(prose(text))
+
+
+@pytest.mark.parametrize(
+    "text", ["10 key-value pairs", "5 steps", "two H200s", "Qwen2.5 model", "`--minutes 5 --limit 20`", "`P_0x`"]
+)
+def test_sizes_are_no_measured_figures(text):
+    assert not FIGURE.search(prose(text))
