@@ -184,6 +184,6 @@ def test_packed_weights_score_the_same_on_any_mesh_or_are_refused(model_folder, 
     same(*(Scorer(model, prompts)(population_of((5, 3))) for model in packed))
     whole_blocks = lj.load_model(str(model_folder), "float32", ONE, weight_format="int8").layers.query
     assert whole_blocks.codes[...].sharding.is_fully_replicated
-    refused = "--model-axis 2: does not divide the 1 blocks of 48 packed weights in a row of 'output'; use --weight-format full"
+    refused = "--model-axis 2: does not divide the 3 blocks of 32 packed weights in a row of 'down'; use --weight-format full"
     with pytest.raises(UserError, match=refused):
         lj.load_model(str(model_folder), "float32", PAIRS, weight_format="int8")
