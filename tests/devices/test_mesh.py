@@ -156,6 +156,7 @@ def test_gradients_over_shards_are_those_of_one_device(models, prompts, tiny_mod
     close(jax.jit(spread)(models[PAIRS], batch, factors), wanted, 1e-4)
 
 
+@pytest.mark.long
 def test_scores_are_those_of_pmap(scorers, tiny_model, unchecked_shapes):
     factors = population_of((8, 3)).astype(np.float32)
     wanted = scorers[EIGHT](factors).log_likelihood
