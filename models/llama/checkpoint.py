@@ -265,8 +265,9 @@ def load_llama(
         )
         graphdef, leaves = _leaves(replace(checkpoint.config, tie_word_embeddings=False), dtype)
     layouts = packed_layouts(checkpoint, weight_format)
-    for path, layout in layouts.items() if mesh is not None else ():
-        check_blocks(mesh, path[1], dict(leaves)[path].shape[1], layout.group)
+    if mesh is not None:
+        for path, layout in layouts.items():
+            check_blocks(mesh, path[1], dict(leaves)[path].shape[1], layout.group)
     loaded, packed = [], {}
     for path, leaf in leaves:
         if path in layouts:

@@ -47,7 +47,7 @@ class Layers(nnx.Module):
         c = config
         heads, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
 
-        def normal(*shape: int) -> Weights:
+        def normal(*shape: int) -> nnx.Param:
             return nnx.Param(_normal(rngs, (c.num_layers, *shape), dtype))
 
         self.attention_norm = nnx.Param(jnp.ones((c.num_layers, c.hidden_size), dtype))
@@ -367,7 +367,7 @@ def with_scaled_outputs(model: Llama, scales: Float[Array, "L HD"]) -> Llama:
 
     Computed in the wider precision of both and rounded to the weights' dtype, so scales of 1 change no bit.
     """
-    output = model.layers.output
+    output: Any = model.layers.output
     if isinstance(output, Packed):
         return with_weights(model, output=output.with_gains(inputs=scales))
     weights = output[...]

@@ -47,6 +47,16 @@ class Packed(nnx.Module):
         input_gains: The same for the inputs, `[L, I]`.
     """
 
+    codes: nnx.Param
+    high: nnx.Param | None
+    offset: nnx.Param
+    scale: nnx.Param
+    subscale: nnx.Param | None
+    minimum: nnx.Param | None
+    subminimum: nnx.Param | None
+    row_gains: nnx.Param | None
+    input_gains: nnx.Param | None
+
     def __init__(self, **parts: Array | None):
         for name in PARTS:
             part = parts.get(name)
