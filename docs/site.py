@@ -158,6 +158,8 @@ def notebook_files(path: Path) -> dict[str, str | bytes]:
                 name = f"{stem}_{len(pictures)}.png"
                 pictures[name] = base64.b64decode(data["image/png"])
                 parts.append(f"![What the cell draws]({Path(name).name})")
+            elif "text/markdown" in data:
+                parts.append(data["text/markdown"])
             elif output.output_type == "stream" and output.name == "stdout":
                 parts.append(f"```text\n{output.text.rstrip()}\n```")
             elif "text/plain" in data:

@@ -59,6 +59,7 @@ def test_a_search_on_few_questions_repairs_it_on_others(tmp_path):
     np.testing.assert_allclose(found["factors"][2:], curve, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_transformers_gives_the_same_logits():
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -87,6 +87,7 @@ def test_what_cannot_be_had_is_named(model_folder, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.long
 def test_a_comparison_that_is_killed_goes_on(compared, nursery, model_folder, tmp_path):
     folder, whole = compared
     names = ("baseline", "uniform", "self_extend", "lpes")

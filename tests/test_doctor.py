@@ -53,6 +53,7 @@ def test_a_failed_check_is_exit_code_1(folder, capsys):
     assert capsys.readouterr().out.count("FAILED") == 1
 
 
+@pytest.mark.long
 def test_bfloat16_passes_too(capsys):
     assert main(["--dtype", "bfloat16", "--num-tokens", "200"]) == 0
 

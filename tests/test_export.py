@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from selection import mostly_long
 from tokenizers.pre_tokenizers import ByteLevel
 
 import lpes_jax as lj
@@ -96,7 +97,7 @@ def assert_parity(reference: Any, factors: lj.LayerFactors, model: lj.Llama, tab
         assert wanted[len(row) - NEW - 1 : len(row) - 1].argmax(-1).tolist() == row[-NEW:]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", mostly_long(FAMILIES, "llama-biases", "qwen3", "phi3-partial"))
 def test_every_family_and_granularity(tmp_path, family):
     write_folder(tmp_path, hf_config(family, "default"))
     model, reference = load_llama(open_checkpoint(tmp_path), "float32"), torch_model(tmp_path)
@@ -178,6 +179,7 @@ def test_what_torch_cannot_use_is_refused(tmp_path):
 TINY = lj.LayerFactors(np.random.default_rng(1).uniform(0.5, 2.0, (3, 2, 4)), "layer_group_band")  # for `model_folder`
 
 
+@pytest.mark.long
 def test_the_folder_needs_neither_jax_nor_lpes_jax(model_folder, tmp_path):
     TINY.save(tmp_path / "f.json")
     folder = run_export(

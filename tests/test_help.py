@@ -217,7 +217,7 @@ def test_every_flag_has_a_first_line_that_is_a_sentence(verb):
 ORDERS = st.permutations([("preset", "best"), ("algorithm", "gradient"), ("limit", "7"), ("preset", "paper")])
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ORDERS, st.lists(st.booleans(), min_size=4, max_size=4), st.booleans())
 def test_a_preset_is_a_flag_like_others(order, joined, underscores):
     arguments: list[str] = []

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from nursery import Nursery, left, lines, log, wait_for
+from selection import mostly_long
 
 from lpes_jax.errors import UserError
 from lpes_jax.hosts import check_alike, from_first, gather
@@ -102,7 +103,7 @@ def test_a_pair_descends_as_one_process_with_two_devices(nursery, tmp_path):
     assert same_as_alone(tmp_path)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", mostly_long([signal.SIGKILL, signal.SIGTERM], signal.SIGKILL))
 def test_what_ends_process_0_or_stops_one_ends_the_other(nursery, tmp_path, number):
     logs = [tmp_path / f"{i}.log" for i in (0, 1)]
     pids = [nursery.run(WORK, log, *flags) for log, flags in zip(logs, flags_of_two(), strict=True)]

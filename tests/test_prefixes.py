@@ -147,7 +147,7 @@ LONGROPE = RopeParameters(
     "changes",
     [
         {"rope": RopeParameters(1e4, "dynamic", 4.0, original_max_position_embeddings=48)},
-        {"rope": LONGROPE, "sliding_window": 24, "sliding_layers": (1,)},
+        pytest.param({"rope": LONGROPE, "sliding_window": 24, "sliding_layers": (1,)}, marks=pytest.mark.long),
         {"sliding_window": 24, "sliding_layers": (0, 1, 2)},
     ],
     ids=["dynamic", "longrope, and a window in one layer", "windows"],

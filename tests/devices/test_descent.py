@@ -21,6 +21,7 @@ from lpes_jax.settings.search import GradientSettings, SearchSettings, TextSetti
 pytestmark = pytest.mark.promotes  # optax
 
 
+@pytest.mark.long
 def test_eight_devices_descend_as_one_by_either_partitioner(model_folder: Path, monkeypatch: pytest.MonkeyPatch):
     model, prompts = lj.load_model(str(model_folder), "float32"), haystacks([3, 4, 3])
     groups = shared_groups(prompts, model.config, 4)

@@ -162,6 +162,7 @@ def test_the_reading_of_figures():
 
 
 @pytest.mark.promotes  # optax
+@pytest.mark.long
 def test_a_whole_run_stops_goes_on_and_says_what_it_did(model_folder, tmp_path):
     words = tmp_path / "words.txt"
     words.write_text("the boat went out and came back again. " * 30)

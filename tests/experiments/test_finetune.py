@@ -13,6 +13,7 @@ import finetune_with_factors  # noqa: E402
 
 
 @pytest.mark.promotes  # optax's schedules need standard promotion
+@pytest.mark.long
 def test_factors_then_an_adapter_with_them_in_place(model_folder, tmp_path, capsys):
     settings = {"model": str(model_folder), "num_pairs": 3, "key_length": 2, "steps": 3, "output_path": tmp_path}
 

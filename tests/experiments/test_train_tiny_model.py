@@ -221,6 +221,7 @@ def test_a_value_is_right_only_in_whole(template):
 
 
 @pytest.mark.promotes
+@pytest.mark.long
 def test_the_folder_loads_here_and_in_transformers(tmp_path, capsys):
     settings = replace(TINY, output=tmp_path / "model", steps=12, check_reports=2, check_rows=2, stage_accuracy=0.0)
     tiny.main(settings)

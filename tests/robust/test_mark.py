@@ -81,7 +81,9 @@ def test_every_door_of_python(folded):
     assert lpes(lj.LayerFactors(np.ones(3)))(model.config, 8).tables.gains.shape[1] == 3
 
 
-@pytest.mark.parametrize("form, sha256", [("folded", GAINS.sha256), ("patched", OF_GGUF.sha256)])
+@pytest.mark.parametrize(
+    "form, sha256", [("folded", GAINS.sha256), pytest.param("patched", OF_GGUF.sha256, marks=pytest.mark.long)]
+)
 def test_every_verb(request, form, sha256, capsys, monkeypatch):
     folder = request.getfixturevalue(form)
     monkeypatch.chdir(folder.parent)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from descents import haystacks, looks_of
+from selection import mostly_long
 from test_loop import Analytic, scored_as
 
 from lpes_jax.errors import UserError
@@ -294,6 +295,7 @@ def test_search_by_gradient_with_bands_text_and_two_lengths(guesser, tokenizer, 
     assert len(history[0]["task_losses"]) == 2 and history[0]["text_loss"] > 0
 
 
+@pytest.mark.long
 def test_killed_gradient_search_resumes_to_the_same_history(guesser, tokenizer, tmp_path, monkeypatch):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     states, save = [], RunFolder.save_state
@@ -360,7 +362,7 @@ def test_spaces_give_factors_of_their_granularity(tiny_config):
     assert moved[0] == 0 and moved[-1] == 9 and (np.diff(moved) > 0.049).all() and moved[1] == 8
 
 
-@pytest.mark.parametrize("algorithm", ["ga", "cma_es"])
+@pytest.mark.parametrize("algorithm", mostly_long(["ga", "cma_es"], "ga"))
 def test_a_budget_of_evaluations_is_kept_to_the_evaluation(guesser, tokenizer, tmp_path, algorithm, monkeypatch):
     monkeypatch.setattr(loop, "make_scorer", scored_as(Analytic))  # scores are not tested here
     settings = SearchSettings.of(

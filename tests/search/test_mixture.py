@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from selection import mostly_long
 
 from lpes_jax.errors import UserError
 from lpes_jax.evaluation import slots_of
@@ -275,7 +276,7 @@ def test_gradient_search_on_a_mixture(folder, guesser, tokenizer, tmp_path):
         run(moved, guesser, tokenizer)
 
 
-@pytest.mark.parametrize("fitness", ["accuracy", "log_likelihood"])
+@pytest.mark.parametrize("fitness", mostly_long(["accuracy", "log_likelihood"], "log_likelihood"))
 def test_genetic_search_on_a_mixture(folder, guesser, tokenizer, tmp_path, fitness):
     path = write(folder, f"{KV}2\nweight = 3\n{MMLU}limit = 6\n{ORACLE}limit = 5\n")
     sizes = {"population_size": 4, "parents": 2, "mutations": 2, "crossovers": 1, "generations": 1, "control_points": 2}

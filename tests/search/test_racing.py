@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from selection import mostly_long
 
 from lpes_jax.errors import UserError
 from lpes_jax.scores import Scores
@@ -149,7 +150,7 @@ def run(guesser, tokenizer, monkeypatch):
 
 
 @pytest.mark.promotes
-@pytest.mark.parametrize("fitness", ["accuracy", "log_likelihood"])
+@pytest.mark.parametrize("fitness", mostly_long(["accuracy", "log_likelihood"], "accuracy"))
 def test_a_race_changes_nothing_but_the_lines_of_those_it_drops_and_is_resumed(tmp_path, run, fitness, monkeypatch):
     settings = preset("default", **TINY, fitness=fitness, output_path=tmp_path / "whole")
     whole, whole_record = run(settings)
@@ -184,7 +185,7 @@ def test_a_race_changes_nothing_but_the_lines_of_those_it_drops_and_is_resumed(t
 
 
 @pytest.mark.promotes
-@pytest.mark.parametrize("algorithm", ["cma_es", "random"])
+@pytest.mark.parametrize("algorithm", mostly_long(["cma_es", "random"], "random"))
 def test_other_algorithms_end_with_an_individual_that_was_scored_whole(tmp_path, run, algorithm):
     settings = preset("default", **TINY, algorithm=algorithm, race=True, max_evaluations=60, output_path=tmp_path / "run")
     lines, race_record = run(settings)

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from evosax.algorithms import algorithms
+from selection import mostly_long
 
 from lpes_jax.errors import UserError
 from lpes_jax.search.strategies import NAMES, BudgetSpent, _Costs, run_strategy, strategy
@@ -14,6 +15,7 @@ pytestmark = pytest.mark.promotes  # evosax's own ask and tell promote dtypes
 START = np.full(6, 1.5)
 TARGET = np.array([1.2, 1.8, 1.4, 1.65, 1.3, 1.55])
 LOW, HIGH, POPULATION, GENERATIONS = 1.0, 2.0, 8, 24  # the same for all tests: each algorithm is compiled once
+WELL_KNOWN = ("cma_es", "sep_cma_es", "snes", "open_es", "pgpe", "differential_evolution", "pso", "simple_ga", "hill_climbing")
 POPULATION_BASED = {
     "differential_evolution",
     "diffusion_evolution",
@@ -73,7 +75,7 @@ def test_names_are_all_that_need_no_argument():
     assert {"cma_es", "sep_cma_es", "open_es", "differential_evolution", "pso", "simple_ga", "evotf_es"} <= set(NAMES)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mostly_long(NAMES, "random", *WELL_KNOWN))
 def test_every_algorithm(name):
     generations, scores = search(name)
     points = np.concatenate(generations)
@@ -96,10 +98,7 @@ def test_every_algorithm(name):
     assert np.isfinite(np.concatenate(lost)).all()
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["cma_es", "sep_cma_es", "snes", "open_es", "pgpe", "differential_evolution", "pso", "simple_ga", "hill_climbing"],
-)
+@pytest.mark.parametrize("name", WELL_KNOWN)
 def test_well_known_ones_are_better_than_random_search(name):
     """At most half as far, as a square, from the optimum; the median of three seeds."""
     reached, by_chance = (np.median([best(each, seed=seed) for seed in range(3)]) for each in (name, "random"))

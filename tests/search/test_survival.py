@@ -29,7 +29,8 @@ def undisturbed(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> C
     return run
 
 
-@pytest.mark.parametrize("algorithm", ["ga", *(pytest.param(name, marks=pytest.mark.long) for name in ("cma_es", "gradient"))])
+@pytest.mark.long
+@pytest.mark.parametrize("algorithm", ["ga", "cma_es", "gradient"])
 def test_a_search_killed_at_random_moments_is_the_undisturbed_one(nursery, undisturbed, tmp_path, algorithm):
     run, draw = tmp_path / "run", random.Random(f"kills of {algorithm}")
     whole = lines(undisturbed(algorithm))

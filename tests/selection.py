@@ -1,0 +1,21 @@
+"""Parameters of which `make test` runs a few and `make test-all` runs all."""
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+import pytest
+from _pytest.mark import ParameterSet
+
+Value = TypeVar("Value")
+
+
+def mostly_long(values: Iterable[Value], *kept: Value) -> list[Value | ParameterSet]:
+    """All values, those that are not among `kept` marked `long`.
+
+    Raises:
+        ValueError: one of `kept` is no value.
+    """
+    values = list(values)
+    if unknown := [value for value in kept if value not in values]:
+        raise ValueError(f"no such parameters: {unknown}")
+    return [value if value in kept else pytest.param(value, marks=pytest.mark.long) for value in values]
