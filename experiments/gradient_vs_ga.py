@@ -52,7 +52,7 @@ def run(spec: Spec, s: Any) -> dict[str, Any]:
         summary["grid"], grid_records = grid_summary(spec, s)
         summary |= provenance(grid_records)
     if appendix:
-        loaded = loaded_once(s.model, s.search().devices.dtype)
+        loaded = loaded_once(s.model, s.search().devices.dtype, s.search().devices.weight_format)
         summary["appendix"] = {name: appendix_figures(appendix[name], record, loaded) for name, record in records.items()}
         summary |= provenance(list(records.values()))
     return summary

@@ -23,6 +23,7 @@ import numpy as np
 import tyro
 from jaxtyping import Float
 
+from lpes_jax.choices import WeightFormat
 from lpes_jax.errors import UserError
 from lpes_jax.evaluation import BASELINE, Candidate, Outcome, default_metrics, evaluate, slots_of
 from lpes_jax.factors import LayerFactors
@@ -156,19 +157,19 @@ def run_cells(cells: Mapping[str, SearchSettings], flags: GridFlags) -> None:
         if not (folder / "results.json").exists():
             print(f"== {name}", flush=True)
             resume = (folder / "history.jsonl").exists()
-            loaded = loaded_once(settings.run.model, settings.devices.dtype)
-            measured = measured_once(settings.run.model, settings.devices.dtype)
+            loaded = loaded_once(settings.run.model, settings.devices.dtype, settings.devices.weight_format)
+            measured = measured_once(settings.run.model, settings.devices.dtype, settings.devices.weight_format)
             run_search(settings.replace(output_path=folder, resume=resume), loaded, measured)
 
 
 @lru_cache(maxsize=1)
-def loaded_once(model: str, dtype: str) -> Loaded:
+def loaded_once(model: str, dtype: str, weight_format: WeightFormat = "full") -> Loaded:
     """A model, loaded once for many cells."""
-    return load(model, dtype)
+    return load(model, dtype, weight_format=weight_format)
 
 
 @lru_cache(maxsize=1)
-def measured_once(model: str, dtype: str) -> dict[Any, Outcome]:
+def measured_once(model: str, dtype: str, weight_format: WeightFormat = "full") -> dict[Any, Outcome]:
     """Outcomes that cells share, such as the baseline's."""
     return {}
 

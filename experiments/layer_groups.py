@@ -36,7 +36,7 @@ class Settings(GridFlags):
 def main(s: Settings) -> None:
     """Search the halves, measure the thirds, and write both tables."""
     settings = s.search(seed=s.seeds[0])
-    loaded = loaded_once(s.model, settings.devices.dtype)
+    loaded = loaded_once(s.model, settings.devices.dtype, settings.devices.weight_format)
     layers = loaded.model.config.num_layers
     halves = {"all": ":", f"0 to {layers // 2 - 1}": f":{layers // 2}", f"{layers // 2} to {layers - 1}": f"{layers // 2}:"}
     names = dict(zip(halves, ("all", "first_half", "last_half"), strict=True))

@@ -33,7 +33,7 @@ def pages() -> list[Path]:
 def renewed(text: str) -> str:
     """A page's text with current tables. Raises KeyError for a name that is no table's."""
     return BLOCK.sub(
-        lambda match: f"<!-- figures: {match['name']} -->\n\n{TABLES[match['name']]()}\n\n<!-- end of figures -->\n", text
+        lambda match: f"<!-- figures: {match['name']} -->\n{TABLES[match['name']]()}\n<!-- end of figures -->\n", text
     )
 
 

@@ -5,6 +5,7 @@ table says "over seeds". Figures of the paper are those that the records have be
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -457,52 +458,40 @@ def presets() -> str:
 
 def sizes() -> str:
     """Time, and the memory of the largest process, of the README's commands; by model."""
-    path, others = record("readme_path/two_cores.json"), record("readme_path/more_models.json")
-    commands = ("doctor", "profile", "search", "evaluate", "export")
-    rows = []
-    first = {
-        name: [taken for run in path["runs"] for taken in run if f"lpes_jax.{name} " in taken["command"]] for name in commands
-    }
-    rows.append(["135M, two CPU cores, the commands above", *(_took(first[name]) for name in commands)])
+    path, others = (_path_record(name) for name in ("two_cores", "more_models"))
+    commands = ("make demo", "doctor", "profile", "search", "evaluate", "export")
+    runs = [taken for run in path["runs"] for taken in run]
+    ours = {name: [taken for taken in runs if re.search(rf"(^|lpes_jax\.){name}( |$)", taken["command"])] for name in commands}
+    rows = [["135M, two CPU cores, these commands", *(_took(ours[name]) for name in commands)]]
     for title, found in others["models"].items():
-        rows.append(
-            [f"{title}, two CPU cores", *(_took([found[name]]) if name in found else "not measured" for name in commands)]
-        )
+        rows.append([f"{title}, two CPU cores", *(_took([found[name]] if name in found else []) for name in commands)])
     looks = [
         record(f"gains/smollm2_kl/{kind}_seed{seed}.json")["search"]["looks"][-1]["seconds"]
         for kind in ("gains", "both")
         for seed in range(3)
     ]
-    runs = record("speed/forward_path_old_and_new_h200.json")["gradient_search"]["runs"]
-    (new,) = (run for run in runs if run["code"] == "new")
-    gap = "not measured"
+    searches = record("speed/forward_path_old_and_new_h200.json")["gradient_search"]["runs"]
+    (new,) = (run for run in searches if run["code"] == "new")
     rows.append(
-        ["135M, one H200, 60 steps", gap, gap, f"{new['command_seconds']:.0f} s, {new['peak_gigabytes']:.1f} GB", gap, gap]
+        ["135M, an H200, 60 steps", "-", "-", "-", f"{new['command_seconds']:.0f} s, {new['peak_gigabytes']:.1f} GB", "-", "-"]
     )
-    rows.append(["135M, the table's search, 5 or 6 per H200", gap, gap, f"{min(looks):.0f} to {max(looks):.0f} s", gap, gap])
-    rows.append(["7B", *([gap] * len(commands))])
+    rows.append(["135M, the searches of the table above", "-", "-", "-", f"{min(looks):.0f} to {max(looks):.0f} s", "-", "-"])
+    rows.append(["7B", *["-"] * len(commands)])
     return table(["", *commands], rows)
+
+
+def _path_record(name: str) -> dict[str, Any]:
+    """What `readme_path.py` measured; nothing if it has not run."""
+    path = f"readme_path/{name}.json"
+    return record(path) if (RESULTS / path).exists() else {"runs": [], "models": {}}
 
 
 def _took(taken: list[dict[str, Any]]) -> str:
     """The seconds of each run, and the largest process's memory."""
+    if not taken:
+        return "-"
     seconds = " / ".join(f"{one['seconds']:.0f}" for one in taken)
     return f"{seconds} s, {max(one['largest_process_gigabytes'] for one in taken):.1f} GB"
-
-
-def demo() -> str:
-    """What `make demo` took, and found."""
-    path = record("readme_path/two_cores.json")
-    seconds = [taken["seconds"] for run in path["runs"] for taken in run if taken["command"] == "make demo"]
-    found = path["accuracy"]["demo"]
-    names = {
-        "baseline": "as it is",
-        "uniform": "one uniform factor, tuned",
-        "pi": "mean of the found factors",
-        "lpes": "found factors",
-    }
-    rows = [" / ".join(f"{one:.0f}" for one in seconds) + " s", *(f"{100 * found[name]:.0f}" for name in names)]
-    return table(["`make demo`, with the install", *names.values()], [rows])
 
 
 def scaling() -> str:
@@ -537,6 +526,6 @@ TABLES: dict[str, Callable[[], str]] = {
         *(results, changes_smollm2, changes_qwen, text_smollm2, controls, transfer),
         *(table01, table01_by_position, table02, table03, table04, table05, table06, table07, table08, table10),
         *(table11, table11_appendix, table15, table16, table17, figure05, slips, uniform_sweep),
-        *(bundled, presets, scaling, shared_prefixes),
+        *(bundled, presets, sizes, scaling, shared_prefixes),
     )
 }

@@ -188,7 +188,7 @@ def run(spec: Spec, s: GridFlags) -> dict[str, Any]:
     cells, refused = cells_of(spec, s), {}
     if spec.measure:
         settings = held_out_settings(s)
-        check_held_out(settings, loaded_once(s.model, settings.devices.dtype))
+        check_held_out(settings, loaded_once(s.model, settings.devices.dtype, settings.devices.weight_format))
     for number, ((name, seed), cell) in enumerate(cells.items()):
         if in_part(number, s.part) and name not in refused:
             try:
@@ -258,7 +258,7 @@ def held_out_settings(s: GridFlags) -> SearchSettings:
 def measured(spec: Spec, s: Any, records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Measure candidates together on one set of questions; returns figures and summaries."""
     settings = held_out_settings(s)
-    loaded = loaded_once(s.model, settings.devices.dtype)
+    loaded = loaded_once(s.model, settings.devices.dtype, settings.devices.weight_format)
     if spec.measure == "uniform":
         layers = loaded.model.config.num_layers
         candidates = {f"{factor:g}": LayerFactors.uniform(factor, layers) for factor in s.factors}

@@ -12,6 +12,7 @@ Split = Literal["search", "test", "all"]  # which questions of a task
 Overlength = Literal["error", "skip"]  # what happens to a prompt that is too long for the model's window
 PromptForm = Literal["vicuna", "stablebeluga", "llama2"]  # chat forms known by name (lpes_jax.models.llama.chat)
 Dtype = Literal["auto", "float32", "bfloat16"]
+WeightFormat = Literal["full", "packed", "int8"]  # how matrices are stored (lpes_jax.models.llama.packed)
 ScoreDtype = Literal["fp8", "int8"]  # products in 8 bits (lpes_jax.models.llama.eight_bits)
 Granularity = Literal["layer", "layer_band", "layer_group", "layer_group_band"]  # what has a factor (lpes_jax.rope)
 GRANULARITIES = get_args(Granularity)

@@ -9,6 +9,7 @@ Letters: L layers, G = 1 or K KV groups, H heads, D head dim, E embedding.
 from collections.abc import Mapping
 from dataclasses import replace
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
@@ -17,6 +18,7 @@ from lpes_jax.factors import LayerFactors
 from lpes_jax.mark import Mark, refuse_marked
 from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.model import Llama, with_weights
+from lpes_jax.models.llama.packed import Packed
 from lpes_jax.rope import gains_of_head
 
 Numbers = np.ndarray | Array
@@ -45,7 +47,11 @@ def multiplied(model: Llama, multipliers: Mapping[str, Float[Numbers, "L rows"]]
     """
     changes = {}
     for name, rows in multipliers.items():
-        weights = getattr(model.layers, name)[...]
+        leaf = getattr(model.layers, name)
+        if isinstance(leaf, Packed):
+            changes[name] = leaf.with_gains(rows=jnp.asarray(rows))
+            continue
+        weights = leaf[...]
         rows = rows[:, None, :] if weights.ndim == 3 else rows  # [in, out]
         changes[name] = (weights.astype(rows.dtype) * rows).astype(weights.dtype)
     return with_weights(model, **changes)

@@ -12,6 +12,7 @@ import jax
 
 from lpes_jax.mesh import least, mesh_of
 from lpes_jax.models.llama.attention import logits_at_once
+from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.model import Llama
 
 _BUSY = 2**47  # FLOP of a pass that keeps a large GPU busy: measured for a 7B shape, assumed for others
@@ -86,4 +87,10 @@ def tokens_of_a_compilation(model: Llama) -> int:
 
 
 def _token_flop(model: Llama) -> int:
-    return 2 * sum(leaf.size for leaf in jax.tree.leaves(model.layers))
+    return 2 * layer_weights(model.config)
+
+
+def layer_weights(config: LlamaConfig) -> int:
+    """Weights of all matrices of the layers."""
+    heads = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
+    return config.num_layers * config.hidden_size * (heads + 3 * config.intermediate_size)

@@ -94,7 +94,7 @@ def run_comparison(settings: CompareSettings) -> dict[str, Any]:
     searched = task.examples("search", settings.questions.limit, settings.run.seed)
     held_out = task.examples("test", settings.questions.test_limit, settings.run.seed)
     found = None if settings.factors.factors is None else LayerFactors.load(settings.factors.factors)
-    loaded = load(settings.run.model, settings.devices.dtype)
+    loaded = load(settings.run.model, settings.devices.dtype, weight_format=settings.devices.weight_format)
     factors_model = None
     if found is not None:
         factors_model = check_loaded(found, loaded, str(settings.factors.factors), settings.factors.other_model)

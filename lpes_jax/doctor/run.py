@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Float
 
 from lpes_jax import compilation, process
@@ -24,7 +23,7 @@ from lpes_jax.models.llama.generate import greedy
 from lpes_jax.models.llama.gguf import GgufFile
 from lpes_jax.models.llama.hard_texts import hard_texts
 from lpes_jax.models.llama.method import table_method
-from lpes_jax.models.llama.model import Llama
+from lpes_jax.models.llama.model import Llama, with_full_weights
 from lpes_jax.models.llama.tokenizer import added_by_settings, embedded_tokenizer, own_tokenizer
 from lpes_jax.models.zoo import resolve
 from lpes_jax.report.tables import Grid, show
@@ -55,7 +54,7 @@ def run_doctor(settings: DoctorSettings) -> list[Check]:
     """
     check_flags(settings)
     checkpoint = open_checkpoint(resolve(settings.run.model))
-    loaded = load(settings.run.model, settings.checks.dtype)
+    loaded = load(settings.run.model, settings.checks.dtype, weight_format=settings.checks.weight_format)
     show(Grid(f"{settings.run.model}: what was understood", None, list(understood(checkpoint, loaded)), right=False))
     checks: list[Check] = []
     verdicts: list[tuple[str, str, str]] = []
@@ -75,8 +74,7 @@ def run_doctor(settings: DoctorSettings) -> list[Check]:
 def understood(checkpoint: Checkpoint, loaded: Loaded) -> Iterator[tuple[str, str]]:
     """Names and values of the config that the loader parsed from the files."""
     config, tokenizer = loaded.model.config, loaded.tokenizer
-    leaves = jax.tree.leaves(nnx.split(loaded.model)[1])
-    weights = sum(leaf.size for leaf in leaves)
+    weights = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(with_full_weights, loaded.model)))
     yield "files", f"{checkpoint.path} ({len(checkpoint.weight_files())} with weights)"
     yield "family", config.model_type
     yield "layers", str(config.num_layers)

@@ -45,7 +45,12 @@ def run_evaluation(settings: EvaluateSettings) -> list[Outcome]:
     examples = []
     if settings.task.task != "perplexity" and not questions.lengths:  # before loading the model: report a bad file at once
         examples = task.examples(questions.split, questions.limit, settings.run.seed)
-    loaded = load(settings.run.model, settings.devices.dtype, make_mesh(settings.devices.model_axis))
+    loaded = load(
+        settings.run.model,
+        settings.devices.dtype,
+        make_mesh(settings.devices.model_axis),
+        weight_format=settings.devices.weight_format,
+    )
     candidates = [] if settings.factors.only_factors else [Candidate(PLAIN, plain=True), Candidate(BASELINE)]
     factors_model = None
     if factors is not None:

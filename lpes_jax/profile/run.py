@@ -36,7 +36,12 @@ def run_profile(settings: ProfileSettings) -> Grid:
     check_deterministic(settings.devices.deterministic)
     output.check(settings.run.output_path, "profile", overwrite=settings.run.overwrite)
     factors = None if settings.factors.factors is None else LayerFactors.load(settings.factors.factors)
-    loaded = load(settings.run.model, settings.devices.dtype, make_mesh(settings.devices.model_axis))
+    loaded = load(
+        settings.run.model,
+        settings.devices.dtype,
+        make_mesh(settings.devices.model_axis),
+        weight_format=settings.devices.weight_format,
+    )
     candidates, factors_model = [Candidate(BASELINE)], None
     if factors is not None:
         factors_model = check_loaded(factors, loaded, str(settings.factors.factors), settings.factors.other_model)

@@ -63,7 +63,9 @@ def run_search(settings: SearchSettings, loaded: Loaded | None = None, measured:
     mixture, tasks = tasks_asked(settings)
     titles = [title_of(settings.task, task) for task in tasks] if mixture is None else mixture.titles
     start = None if settings.start.initial_factors is None else LayerFactors.load(settings.start.initial_factors)
-    loaded = loaded or load(run.model, settings.devices.dtype, make_mesh(settings.devices.model_axis))
+    loaded = loaded or load(
+        run.model, settings.devices.dtype, make_mesh(settings.devices.model_axis), weight_format=settings.devices.weight_format
+    )
     refuse_marked(
         loaded.model.config.mark, f"--model {loaded.identity['name']}"
     )  # factors found for it could not be used with it

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from lpes_jax.settings.groups import ModelSettings
+from lpes_jax.settings.groups import ModelSettings, WeightSettings
 from lpes_jax.settings.tree import Settings
 
 
 @dataclass(frozen=True)
-class ChecksSettings(Settings):
+class ChecksSettings(WeightSettings):
     """The checks."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from lpes_jax.choices import Dtype, FirstLine, Overlength, Placing, PromptForm, TaskName
+from lpes_jax.choices import Dtype, FirstLine, Overlength, Placing, PromptForm, TaskName, WeightFormat
 from lpes_jax.errors import UserError
 from lpes_jax.limits import check_bounds
 from lpes_jax.settings.tree import Settings, rare, when
@@ -240,7 +240,17 @@ class TextFileSettings(Settings):
 
 
 @dataclass(frozen=True)
-class DeviceSettings(Settings):
+class WeightSettings(Settings):
+    """The form of the weights in memory."""
+
+    weight_format: WeightFormat = rare("full")
+    """full, packed or int8: how the layers' weights are stored.
+    full: in --dtype; packed: as in a quantised .gguf file, and unpacked while a layer runs; int8: like packed, and what the
+    file does not quantise is rounded to 8 bits."""
+
+
+@dataclass(frozen=True)
+class DeviceSettings(WeightSettings):
     """Devices and memory."""
 
     dtype: Dtype = "auto"

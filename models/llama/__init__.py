@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lpes_jax.choices import WeightFormat
 from lpes_jax.errors import UserError
 from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.model import Llama
@@ -28,7 +29,8 @@ __all__ = ["Llama", "LlamaConfig", "Loaded", "load", "load_model", "load_tokeniz
 class Loaded:
     """A model with its tokenizer, the ids that end a text, and its identity in records: name, num_layers, sha256, dtype.
 
-    sha256 is the hash of the weight files. If the files already hold factors, `identity` has a `mark` too (`lpes_jax.mark`).
+    sha256 is the hash of the weight files. If the files already hold factors, `identity` has a `mark` too (`lpes_jax.mark`),
+    and the `weight_format` if it is not full.
     """
 
     model: Llama
@@ -44,6 +46,7 @@ def load(
     *,
     revision: str | None = None,
     tokenizer: "str | transformers.PreTrainedTokenizerFast | None" = None,
+    weight_format: WeightFormat = "full",
 ) -> Loaded:
     """Load everything that a verb needs of a model, as `load_model` and `load_tokenizer`.
 
@@ -54,6 +57,7 @@ def load(
         revision: The revision of a hub model.
         tokenizer: Replaces the model's own tokenizer; named like a model (a hub id uses `revision` too). Texts then end at the
             stop ids of this tokenizer and of the model's files.
+        weight_format: See `load_model`.
     """
     from lpes_jax.models.llama.checkpoint import checked_dtype, load_llama, open_checkpoint
     from lpes_jax.models.zoo import resolve
@@ -67,13 +71,15 @@ def load(
     checkpoint = open_checkpoint(path)
     sha256 = _in_thread(checkpoint.sha256)  # ten seconds and more for 13 GB
     chosen = _tokenizer(path, other)
-    model = load_llama(checkpoint, dtype, mesh)
+    model = load_llama(checkpoint, dtype, mesh, weight_format)
     identity = {
         "name": name_or_path,
         "num_layers": checkpoint.config.num_layers,
         "sha256": sha256.result(),
         "dtype": dtype,
     }
+    if weight_format != "full":
+        identity["weight_format"] = weight_format
     if checkpoint.config.mark is not None:
         identity["mark"] = checkpoint.config.mark.record
     return Loaded(model, chosen, identity, chosen.stop_ids)
@@ -93,23 +99,28 @@ def _in_thread(function: Callable[[], str]) -> "Future[str]":
     return future
 
 
-def load_model(name_or_path: str, dtype: str = "auto", mesh: "Mesh | None" = None) -> Llama:
+def load_model(
+    name_or_path: str, dtype: str = "auto", mesh: "Mesh | None" = None, *, weight_format: WeightFormat = "full"
+) -> Llama:
     """Load a model, with its weights in `dtype`, on the default device or a mesh (lpes_jax.mesh).
 
     Args:
         name_or_path: A zoo name, folder, .gguf file or hub id.
         dtype: bfloat16, float16, float32, or auto (bfloat16 on a GPU, float32 on a CPU).
         mesh: The devices; None means the default device.
+        weight_format: How the layers' matrices are stored: full (in `dtype`), packed (as in a quantised .gguf file, unpacked
+            while a layer runs), or int8 (like packed, and other matrices are rounded to 8 bits).
 
     Raises:
-        UserError: The dtype is not supported, there is no such model, or the mesh cannot split it.
+        UserError: The dtype is not supported, there is no such model, the mesh cannot split it, or packed weights are asked for
+            and the file has none.
     """
     # Imported here, as for the tokenizer: code that only builds a `Llama` needs none of the readers.
     from lpes_jax.models.llama.checkpoint import checked_dtype, load_llama, open_checkpoint
     from lpes_jax.models.zoo import resolve
 
     dtype = checked_dtype(dtype).name
-    return load_llama(open_checkpoint(resolve(name_or_path)), dtype, mesh)
+    return load_llama(open_checkpoint(resolve(name_or_path)), dtype, mesh, weight_format)
 
 
 def load_tokenizer(name_or_path: str) -> "transformers.PreTrainedTokenizerFast":

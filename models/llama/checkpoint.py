@@ -34,14 +34,18 @@ from jaxtyping import Shaped
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from lpes_jax.choices import WeightFormat
 from lpes_jax.errors import UserError
 from lpes_jax.json_files import read_json
 from lpes_jax.mesh import put
 from lpes_jax.models.llama.config import LlamaConfig
+from lpes_jax.models.llama.eight_bits import PROJECTIONS
 from lpes_jax.models.llama.gguf import ALL, GgufFile
-from lpes_jax.models.llama.gguf_model import hf_names, llama_config, read_hf
-from lpes_jax.models.llama.model import Llama
-from lpes_jax.models.llama.sharding import check_model_axis, weight_spec
+from lpes_jax.models.llama.gguf_model import hf_names, llama_config, read_hf, read_hf_packed
+from lpes_jax.models.llama.model import Llama, with_full_weights, with_weights
+from lpes_jax.models.llama.packed import Packed
+from lpes_jax.models.llama.packing import LAYOUTS, Blocks, Layout, Stack, combined, from_gguf, int8_layout, rounded
+from lpes_jax.models.llama.sharding import check_blocks, check_model_axis, weight_spec
 from lpes_jax.store.files import replacing, write_text
 
 # Leaf of `Llama` -> its Hugging Face tensor ({} is the layer; layers are stacked on the first axis), and whether it is
@@ -102,6 +106,14 @@ class Checkpoint(ABC):
     @abstractmethod
     def read(self, name: str, rows: slice = ALL) -> Shaped[np.ndarray, "*shape"]:
         """Read one tensor, or some of its rows, in torch order and a floating dtype (ml_dtypes' for bfloat16)."""
+
+    def layout(self, name: str) -> Layout | None:
+        """How the tensor can stay packed; None: the files have plain numbers, or codes that are only dequantised."""
+        return None
+
+    def read_blocks(self, name: str, rows: slice = ALL) -> Blocks:
+        """Read a tensor that has a layout, or some of its rows, without dequantising."""
+        raise NotImplementedError(f"{self.path} has no packed tensors")
 
     @abstractmethod
     def weight_files(self) -> list[Path]:
@@ -191,7 +203,7 @@ class SafetensorsCheckpoint(Checkpoint):
 
 
 class GgufCheckpoint(Checkpoint):
-    """A .gguf file, dequantised to float32 when it is read."""
+    """A .gguf file, dequantised to float32 when it is read; or its blocks, as they are."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -208,11 +220,20 @@ class GgufCheckpoint(Checkpoint):
     def read(self, name: str, rows: slice = ALL) -> Shaped[np.ndarray, "*shape"]:
         return read_hf(self.gguf, name, self._names[name], self.config, rows)
 
+    def layout(self, name: str) -> Layout | None:
+        return LAYOUTS.get(self.gguf.tensors[self._names[name]].type)
+
+    def read_blocks(self, name: str, rows: slice = ALL) -> Blocks:
+        kind = self.gguf.tensors[self._names[name]].type
+        return from_gguf(read_hf_packed(self.gguf, name, self._names[name], self.config, rows), kind)
+
     def weight_files(self) -> list[Path]:
         return [self.path]
 
 
-def load_llama(checkpoint: Checkpoint, dtype: DTypeLike, mesh: Mesh | None = None) -> Llama:
+def load_llama(
+    checkpoint: Checkpoint, dtype: DTypeLike, mesh: Mesh | None = None, weight_format: WeightFormat = "full"
+) -> Llama:
     """Load a model.
 
     On a mesh, every leaf is put directly on its shards, so no device holds more than its part of the model.
@@ -221,9 +242,12 @@ def load_llama(checkpoint: Checkpoint, dtype: DTypeLike, mesh: Mesh | None = Non
         checkpoint: The weights.
         dtype: See `checked_dtype`.
         mesh: See `lpes_jax.mesh`; None means the default device.
+        weight_format: How the layers' matrices are stored. full: in `dtype`; packed: as in a quantised .gguf file; int8: like
+            packed, and matrices that the file does not quantise are rounded to 8 bits, in blocks of 32 with a 16-bit scale.
 
     Raises:
-        UserError: Tensors are missing, unknown or of another shape (it lists all of them), or the mesh cannot split the model.
+        UserError: Tensors are missing, unknown or of another shape (it lists all of them), the mesh cannot split the model, or
+            `weight_format` is packed and the files have nothing packed.
     """
     dtype = checked_dtype(dtype)
     layers, found = checkpoint.config.num_layers, len(checkpoint.names())
@@ -240,8 +264,43 @@ def load_llama(checkpoint: Checkpoint, dtype: DTypeLike, mesh: Mesh | None = Non
             file=sys.stderr,
         )
         graphdef, leaves = _leaves(replace(checkpoint.config, tie_word_embeddings=False), dtype)
-    loaded = [(path, leaf.replace(_read_leaf(checkpoint, path, leaf.shape, dtype, mesh))) for path, leaf in leaves]
-    return nnx.merge(graphdef, nnx.from_flat_state(loaded))
+    layouts = packed_layouts(checkpoint, weight_format)
+    if mesh is not None:
+        for path, layout in layouts.items():
+            check_blocks(mesh, path[1], dict(leaves)[path].shape[1], layout.group)
+    loaded, packed = [], {}
+    for path, leaf in leaves:
+        if path in layouts:
+            packed[path[1]] = _read_packed(checkpoint, path, leaf.shape, layouts[path], mesh)
+            loaded.append((path, leaf.replace(jnp.zeros(0, dtype))))  # replaced below
+        else:
+            loaded.append((path, leaf.replace(_read_leaf(checkpoint, path, leaf.shape, dtype, mesh))))
+    model = nnx.merge(graphdef, nnx.from_flat_state(loaded))
+    return with_weights(model, **packed) if packed else model
+
+
+def packed_layouts(checkpoint: Checkpoint, weight_format: WeightFormat) -> dict[tuple[Any, ...], Layout]:
+    """The layout of each matrix that is stored packed, by its path in `Llama`. Reads headers only.
+
+    Raises UserError if `weight_format` is packed and the files have nothing packed.
+    """
+    if weight_format == "full":
+        return {}
+    found = {}
+    for path, leaf in _leaves(checkpoint.config, np.dtype(np.float32))[1]:
+        if path[-1] not in PROJECTIONS:
+            continue
+        layouts = [checkpoint.layout(name) for name, *_ in tensors_of(path, leaf.shape, checkpoint.config)]
+        if weight_format == "int8":
+            layouts = [layout or int8_layout(leaf.shape[1]) for layout in layouts]
+        if None not in layouts:
+            found[path] = combined([layout for layout in layouts if layout is not None])
+    if not found:
+        raise UserError(
+            f"--weight-format packed: {checkpoint.path} has no quantised weights of a known type; give a quantised .gguf "
+            "file, or --weight-format int8, which rounds them"
+        )
+    return found
 
 
 def check_tensors(checkpoint: Checkpoint) -> None:
@@ -266,9 +325,10 @@ def checked_dtype(dtype: DTypeLike) -> np.dtype:
 def save_llama(model: Llama, folder: Path) -> None:
     """Write config.json and model.safetensors in Hugging Face layout, each atomically.
 
-    Holds one copy of the weights on the host.
+    Holds one copy of the weights on the host. Packed weights are written unpacked.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    model = with_full_weights(model)
     tensors: dict[str, np.ndarray] = {}
     for path, leaf in nnx.to_flat_state(nnx.split(model)[1]):
         for name, index, rows, shape in tensors_of(path, leaf.shape, model.config):
@@ -357,6 +417,25 @@ def _read_leaf(
         deque(pool.map(lambda tensor: read(*tensor), tensors_of(path, shape, checkpoint.config)), maxlen=0)  # raises errors
     leaf = jax.device_put(buffer) if mesh is None else put(buffer, NamedSharding(mesh, weight_spec(path)))
     return jax.block_until_ready(leaf)  # so that two buffers are never alive at once
+
+
+def _read_packed(
+    checkpoint: Checkpoint, path: tuple[Any, ...], shape: tuple[int, ...], layout: Layout, mesh: Mesh | None
+) -> Packed:
+    layers, inputs, outputs = shape
+    stack = Stack(layout, (layers, outputs, inputs))
+
+    def read(name: str, index: tuple[int, ...], rows: slice, _: tuple[int, ...]) -> None:
+        packed = checkpoint.layout(name) is not None
+        stack.fill(index[0], checkpoint.read_blocks(name, rows) if packed else rounded(checkpoint.read(name, rows)))
+
+    with ThreadPoolExecutor(_READERS) as pool:
+        deque(pool.map(lambda tensor: read(*tensor), tensors_of(path, shape, checkpoint.config)), maxlen=0)  # raises errors
+    parts = {
+        name: jax.device_put(part) if mesh is None else put(part, NamedSharding(mesh, weight_spec((*path, name))))
+        for name, part in stack.parts.items()
+    }
+    return Packed(**jax.block_until_ready(parts))
 
 
 def _open_safetensors(path: Path) -> safe_open:

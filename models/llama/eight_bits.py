@@ -29,9 +29,11 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
 from lpes_jax.errors import UserError
+from lpes_jax.models.llama.packed import Weights, dense
 
 EightBits = Literal["int8", "fp8"]
 PROJECTIONS = ("query", "key", "value", "output", "gate", "up", "down")
@@ -67,10 +69,15 @@ def rounded(x: Float[Array, "*any I"], dtype: jnp.dtype) -> tuple[Shaped[Array, 
     return (jnp.round(scaled) if dtype == jnp.int8 else scaled).astype(dtype), scales
 
 
-@partial(jax.jit, static_argnames="kind")
-def stacked(weights: Float[Array, "L I O"], kind: EightBits) -> tuple[Shaped[Array, "L O I"], Float[Array, "L O"]]:
-    """A weight of all layers in 8 bits, layer by layer, because float32 copies of all would need much memory."""
-    return jax.lax.map(lambda layer: rounded(layer.T, jnp.dtype(_DTYPES[kind])), weights)
+@partial(jax.jit, static_argnames=("kind", "dtype"))
+def stacked(
+    weights: Weights | Float[Array, "L I O"], kind: EightBits, dtype: DTypeLike = jnp.float32
+) -> tuple[Shaped[Array, "L O I"], Float[Array, "L O"]]:
+    """A weight of all layers in 8 bits, layer by layer, because unpacked or float32 copies of all would need much memory.
+
+    `dtype` is that of unpacked weights.
+    """
+    return jax.lax.map(lambda layer: rounded(dense(layer, dtype).T, jnp.dtype(_DTYPES[kind])), weights)
 
 
 def check_eight_bits(kind: EightBits, flag: str = "--score-dtype") -> None:

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
-from jaxtyping import Float
+from jaxtyping import Float, UInt8
 
 from lpes_jax.errors import UserError
 
@@ -101,6 +101,21 @@ class GgufFile:
         except OSError as error:
             raise UserError(f"{self.path}: tensor {name} cannot be read: {error.strerror or error}") from error
         return result
+
+    def read_packed(self, name: str, rows: slice = ALL) -> UInt8[np.ndarray, "rows bytes"]:
+        """Read the bytes of one tensor, or of some of its rows."""
+        info = self.tensors[name]
+        first, last, _ = rows.indices(info.shape[0])
+        row_bytes = info.nbytes // info.shape[0]
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(info.offset + first * row_bytes)
+                data = file.read((last - first) * row_bytes)
+        except OSError as error:
+            raise UserError(f"{self.path}: tensor {name} cannot be read: {error.strerror or error}") from error
+        if len(data) < (last - first) * row_bytes:
+            raise UserError(f"{self.path}: tensor {name} ends early; the file has changed since it was opened")
+        return np.frombuffer(data, np.uint8).reshape(last - first, row_bytes)
 
 
 class _Header:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Shaped, UInt8
 
 from lpes_jax.errors import UserError
 from lpes_jax.mark import GGUF_KEY
@@ -183,15 +183,26 @@ def read_hf(
 
     Only `llama` files store query and key rows in another order.
     """
-    if gguf.metadata["general.architecture"] == "llama":
-        if ".q_proj." in hf_name:
-            return unpermute(gguf.read(gguf_name), config.num_heads)[rows]
-        if ".k_proj." in hf_name:
-            return unpermute(gguf.read(gguf_name), config.num_kv_heads)[rows]
-    return gguf.read(gguf_name, rows)
+    heads = _permuted_heads(gguf, hf_name, config)
+    return gguf.read(gguf_name, rows) if heads is None else unpermute(gguf.read(gguf_name), heads)[rows]
 
 
-def unpermute(weights: Float[np.ndarray, "rows *E"], num_heads: int) -> Float[np.ndarray, "rows *E"]:
+def read_hf_packed(
+    gguf: GgufFile, hf_name: str, gguf_name: str, config: LlamaConfig, rows: slice = ALL
+) -> UInt8[np.ndarray, "rows bytes"]:
+    """Like `read_hf`, but the bytes of the rows as they are in the file."""
+    heads = _permuted_heads(gguf, hf_name, config)
+    return gguf.read_packed(gguf_name, rows) if heads is None else unpermute(gguf.read_packed(gguf_name), heads)[rows]
+
+
+def _permuted_heads(gguf: GgufFile, hf_name: str, config: LlamaConfig) -> int | None:
+    """The number of heads whose rows the file has in Meta's order; None: the order is Hugging Face's."""
+    if gguf.metadata["general.architecture"] != "llama":
+        return None
+    return config.num_heads if ".q_proj." in hf_name else config.num_kv_heads if ".k_proj." in hf_name else None
+
+
+def unpermute(weights: Shaped[np.ndarray, "rows *E"], num_heads: int) -> Shaped[np.ndarray, "rows *E"]:
     """Reorder query or key rows (or their biases) from GGUF's interleaved order (Meta's) to Hugging Face's half-split order.
 
     This undoes llama.cpp's `permute`. `num_heads` is H for queries and K for keys. The 8 rows of a head are reordered to

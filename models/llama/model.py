@@ -28,6 +28,7 @@ from lpes_jax.models.llama.attention import cached_attention, causal_attention
 from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.eight_bits import PROJECTIONS, EightBits, EightBitWeights, stacked
 from lpes_jax.models.llama.method import Channel, Layer, Method, Replacement
+from lpes_jax.models.llama.packed import Packed, Weights, dense
 from lpes_jax.rope import RopeTable, apply_gains, cos_sin, rotate
 
 KeyValues = tuple[Float[Array, "*layers B T K D"], Float[Array, "*layers B T K D"]]
@@ -37,7 +38,10 @@ _ROWS_AT_ONCE = 32  # queries with a scaled channel whose logits over all keys a
 
 
 class Layers(nnx.Module):
-    """The weights of all decoder layers, stacked on a leading layer axis and stored as [in, out]."""
+    """The weights of all decoder layers, stacked on a leading layer axis and stored as [in, out].
+
+    The loader may put packed matrices (`packed.py`) in place of those with three axes.
+    """
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs, dtype: DTypeLike):
         c = config
@@ -336,7 +340,7 @@ def decoder_layer(
     def scaled(channel: Channel) -> tuple[Array, Array]:  # adds the channel's rows of the weights, times (factor - 1)
         wide = np.promote_types(x.dtype, jnp.float32)
         more = h[:, :, channel.number, None].astype(wide) * (channel.factor.astype(wide) - 1)
-        rows = (weights[...][channel.number].astype(wide) for weights in (layer.query, layer.key))
+        rows = (dense(weights, x.dtype)[channel.number].astype(wide) for weights in (layer.query, layer.key))
         return normed(*(p + (more * row).reshape(p.shape).astype(p.dtype) for p, row in zip((q, k), rows, strict=True)))
 
     attended, kept = attend(*normed(q, k), v, *(() if channel is None else (partial(scaled, channel),)))
@@ -363,17 +367,31 @@ def with_scaled_outputs(model: Llama, scales: Float[Array, "L HD"]) -> Llama:
 
     Computed in the wider precision of both and rounded to the weights' dtype, so scales of 1 change no bit.
     """
-    weights = model.layers.output[...]
+    output: Any = model.layers.output
+    if isinstance(output, Packed):
+        return with_weights(model, output=output.with_gains(inputs=scales))
+    weights = output[...]
     wide = np.promote_types(weights.dtype, scales.dtype)
     return with_weights(model, output=(weights.astype(wide) * scales[:, :, None].astype(wide)).astype(weights.dtype))
 
 
-def with_weights(model: Llama, **weights: Array) -> Llama:
+def with_weights(model: Llama, **weights: Array | Packed) -> Llama:
     """A copy of the model with the named layer tensors replaced."""
     changed = jax.tree.map(lambda leaf: leaf, model)  # new modules around the same arrays
     for name, value in weights.items():
-        setattr(changed.layers, name, nnx.Param(value))
+        setattr(changed.layers, name, value if isinstance(value, Packed) else nnx.Param(value))
     return changed
+
+
+def with_full_weights(model: Llama) -> Llama:
+    """A copy of the model with packed matrices unpacked to its dtype; without packed ones, the same arrays."""
+    packed = {name: leaf for name in PROJECTIONS if isinstance(leaf := getattr(model.layers, name), Packed)}
+    return with_weights(model, **_unpack(packed, model.embed[...].dtype))
+
+
+@partial(jax.jit, static_argnames="dtype")
+def _unpack(packed: dict[str, Packed], dtype: jnp.dtype) -> dict[str, Array]:
+    return {name: dense(weights, dtype) for name, weights in packed.items()}
 
 
 def with_eight_bits(model: Llama, kind: EightBits) -> Llama:
@@ -383,7 +401,7 @@ def with_eight_bits(model: Llama, kind: EightBits) -> Llama:
     """
     changed = jax.tree.map(lambda leaf: leaf, model)
     for name in PROJECTIONS:
-        setattr(changed.layers, name, EightBitWeights(*stacked(getattr(model.layers, name)[...], kind)))
+        setattr(changed.layers, name, EightBitWeights(*stacked(getattr(model.layers, name), kind, model.embed[...].dtype)))
     return changed
 
 
@@ -429,13 +447,21 @@ def rms_norm(x: Float[Array, "*any E"], weight: Float[Array, "E"], eps: float) -
 
 
 def project(
-    x: Float[Array, "*any I"], weights: nnx.Param | EightBitWeights, bias: nnx.Param | None = None
+    x: Float[Array, "*any I"], weights: Weights | EightBitWeights, bias: nnx.Param | None = None
 ) -> Float[Array, "*any O"]:
     """x times one of a layer's matrices `[I, O]`, plus the bias `[O]` if there is one, in x's dtype.
 
-    All products of a layer with its weights go through this function.
+    All products of a layer with its weights go through this function. The backward pass unpacks packed weights again: only
+    their codes are kept for it.
     """
-    product = weights.product(x) if isinstance(weights, EightBitWeights) else matmul(x, weights[...])
+
+    def product_with(x: Array, weights: Weights) -> Array:
+        return matmul(x, dense(weights, x.dtype))
+
+    if isinstance(weights, EightBitWeights):
+        product = weights.product(x)
+    else:
+        product = (jax.checkpoint(product_with) if isinstance(weights, Packed) else product_with)(x, weights)
     return product if bias is None else product + bias[...]
 
 

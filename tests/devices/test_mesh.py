@@ -178,3 +178,13 @@ def test_programs_compiled_side_by_side_give_the_same_scores_and_are_compiled_on
     counted = compilations(begun[0])
     assert counted["programs"] + counted["from_cache"] == scorer.compilations == 3, (counted, scorer.compilations)
     np.testing.assert_array_equal(found.log_likelihood, wanted.log_likelihood)
+
+
+def test_packed_weights_score_the_same_on_any_mesh_or_are_refused(model_folder, models, prompts):
+    packed = [lj.load_model(str(model_folder), "float32", mesh, weight_format="int8") for mesh in (ONE, EIGHT)]
+    same(*(Scorer(model, prompts)(population_of((5, 3))) for model in packed))
+    whole_blocks = lj.load_model(str(model_folder), "float32", ONE, weight_format="int8").layers.query
+    assert whole_blocks.codes[...].sharding.is_fully_replicated
+    refused = "--model-axis 2: does not divide the 3 blocks of 32 packed weights in a row of 'down'; use --weight-format full"
+    with pytest.raises(UserError, match=refused):
+        lj.load_model(str(model_folder), "float32", PAIRS, weight_format="int8")

@@ -68,7 +68,7 @@ def test_a_changed_record_changes_its_table(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "bench_scaling/qwen_h200x4.json").write_text(json.dumps(record), encoding="utf-8")
     monkeypatch.setattr(page_tables, "RESULTS", tmp_path)
     assert page_tables.scaling() != old and "| 4 | 333 | 2.00 | 0 |" in page_tables.scaling()
-    page = f"Before.\n\n<!-- figures: scaling -->\n\n{old}\n\n<!-- end of figures -->\n\nAfter.\n"
+    page = f"Before.\n\n<!-- figures: scaling -->\n{old}\n<!-- end of figures -->\n\nAfter.\n"
     assert page_figures.renewed(page) == page.replace(old, page_tables.scaling())
 
 
