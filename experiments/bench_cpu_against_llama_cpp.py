@@ -111,6 +111,7 @@ def main(s: Settings) -> None:
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         **environment(),
     }
+    s.output.parent.mkdir(parents=True, exist_ok=True)
     write_json(s.output, record)
     ours = best[f"lpes_jax, {s.dtypes[0]}"]
     table = [[name, f"{rate:.0f}", f"{rate / ours:.2f}"] for name, rate in best.items()]

@@ -183,7 +183,7 @@ def dropped_after(
         if end < bounds[-1]:
             so_far = values[running, :end]
             dropped = [test(so_far, reference, bounds[-1], least, controls) for reference in bar.references(so_far)]
-            running = running[~np.any(dropped, axis=0)]
+            running = running[~np.any(dropped, axis=0)] if dropped else running
     return scored
 
 

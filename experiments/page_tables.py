@@ -458,7 +458,7 @@ def presets() -> str:
 
 def sizes() -> str:
     """Time, and the memory of the largest process, of the README's commands; by model."""
-    path, others = (_path_record(name) for name in ("two_cores", "more_models"))
+    path, others = (path_record(name) for name in ("two_cores", "more_models"))
     commands = ("make demo", "doctor", "profile", "search", "evaluate", "export")
     runs = [taken for run in path["runs"] for taken in run]
     ours = {name: [taken for taken in runs if re.search(rf"(^|lpes_jax\.){name}( |$)", taken["command"])] for name in commands}
@@ -480,7 +480,7 @@ def sizes() -> str:
     return table(["", *commands], rows)
 
 
-def _path_record(name: str) -> dict[str, Any]:
+def path_record(name: str) -> dict[str, Any]:
     """What `readme_path.py` measured; nothing if it has not run."""
     path = f"readme_path/{name}.json"
     return record(path) if (RESULTS / path).exists() else {"runs": [], "models": {}}

@@ -34,15 +34,16 @@ def test_without_controls_it_is_the_race():
 
 def test_what_the_parents_are_known_to_answer_saves_prompts_and_drops_few_by_mistake():
     rng = np.random.default_rng(1)
-    asked, wrong, reached = {"paired": 0, "controlled": 0}, dict.fromkeys(("paired", "controlled"), 0), 0
+    tests = {"paired": bench_racing.paired, "controlled": bench_racing.controlled}
+    asked, wrong, reached = dict.fromkeys(tests, 0), dict.fromkeys(tests, 0), 0
     for _ in range(60):
         values = table_of(rng, np.concatenate([np.full(8, 0.1), rng.uniform(-0.2, 0.2, 24)]))
         parents, values = values[:8], values[8:]
         controls = np.array([parents[-1], parents.mean(axis=0)])
         better = values.mean(axis=1) > parents[-1].mean()
         reached += int(better.sum())
-        for name in asked:
-            scored = bench_racing.dropped_after(values, controls, Bar(parents), BOUNDS, getattr(bench_racing, name), 1.0)
+        for name, test in tests.items():
+            scored = bench_racing.dropped_after(values, controls, Bar(parents), BOUNDS, test, 1.0)
             asked[name] += int(scored.sum())
             wrong[name] += int((better & (scored < 200)).sum())
     assert asked["controlled"] < 0.95 * asked["paired"] and reached > 300
@@ -56,6 +57,13 @@ def test_the_estimate_allows_for_a_part_that_is_easier_than_the_whole():
     assert not bench_racing.paired(values, reference, 40, 0.0, control[None])[0]
     assert bench_racing.controlled(values, reference, 40, 0.0, control[None])[0]
     assert bench_racing.controlled(values, reference, 40, 0.0, np.stack([control, control]))[0]  # the same one twice
+
+
+def test_a_first_generation_smaller_than_the_bar_drops_nobody():
+    values = table_of(np.random.default_rng(2), np.linspace(-0.3, 0.3, 6))
+    bar = Bar(np.zeros((0, 200)), keep=16)
+    scored = bench_racing.dropped_after(values, np.array([]), bar, BOUNDS, bench_racing.controlled, 1.0)
+    assert scored.tolist() == [200] * 6
 
 
 @pytest.mark.parametrize("fitness, wanted", [([5, 1, 4, 3, 9, 8], [4, 0]), ([5, 1, 4, 3, 2, 8], [5, 0])])

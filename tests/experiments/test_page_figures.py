@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "experiments"))
 import page_figures  # noqa: E402
 import page_tables  # noqa: E402
+import readme_path  # noqa: E402
 
 NAMES = {path.relative_to(ROOT).as_posix(): path for path in page_figures.pages()}
 UNITS = (
@@ -51,6 +52,16 @@ def test_pages_can_be_read(name):
     wide = [line for line in lines if line.startswith("|") and line.replace("\\|", "").count("|") > 9]
     paragraphs = re.findall(r"(?:^(?![|>#\-*\d]|    |<!--).+\n){6,}", "\n".join(lines), re.M)
     assert wide == [] and paragraphs == []
+
+
+def test_the_measured_path_is_that_of_the_readme():
+    commands = readme_path.commands((ROOT / "README.md").read_text(encoding="utf-8"))
+    verbs = [match[1] for line in commands if (match := re.match(r"python -m lpes_jax\.(\w+) ", line))]
+    assert commands[:2] == ["make demo", "source .venv/bin/activate"] and "generate(" in commands[-1]
+    assert verbs == ["doctor", "profile", "search", "evaluate", "export"]
+    wanted = [line for line in commands if not line.startswith("source ")]
+    for run in page_tables.path_record("two_cores")["runs"]:
+        assert [taken["command"] for taken in run] == wanted, "the README's commands have changed: measure them again"
 
 
 def test_each_table_is_on_a_page():
