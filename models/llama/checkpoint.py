@@ -5,9 +5,9 @@
     save_llama(model, Path("other-folder"))  # transformers can read it
 
 Loading fills one stacked leaf after another, tensor by tensor, in the target dtype, and puts it on the device while the next
-one is read. Peak memory is the loaded model, two more leaves and a few tensors. A checkpoint is loaded completely or refused: one
-error lists all tensors that are missing, unknown or of another shape, before anything large is allocated. Pickle files are never
-opened.
+one is read. Peak memory is the loaded model, two more leaves and a few tensors. A checkpoint is loaded completely or refused:
+one error lists all tensors that are missing, unknown or of another shape, before anything large is allocated. Pickle files are
+never opened.
 
 `Checkpoint` is the common interface of folders and GGUF files: a `LlamaConfig`, and tensors under their Hugging Face names.
 """
