@@ -21,6 +21,7 @@ from nbclient import NotebookClient
 
 from lpes_jax.help import documented
 from lpes_jax.settings import Settings
+from lpes_jax.settings.groups import HostSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (
@@ -33,6 +34,7 @@ PAGES = (
     "tests/*.md",
 )
 VERBS = ("search", "evaluate", "compare", "profile", "export", "doctor")
+ON_SEVERAL_HOSTS = ("search", "evaluate")
 LINK = re.compile(r"""\]\(([^)#?\s]+)[^)]*\)|src="([^"]+)\"""")
 
 
@@ -74,7 +76,8 @@ def flags_page(verb: str) -> str:
     lines = (
         [f"# {verb}", "", " ".join(manual.split()), "", "```text", rest.strip(), "```"] if rest else [f"# {verb}", "", manual]
     )
-    for heading, rows in _groups(settings):
+    hosts = [("Several hosts", [_row(HostSettings(), field.name) for field in dataclasses.fields(HostSettings)])]
+    for heading, rows in [*_groups(settings), *(hosts if verb in ON_SEVERAL_HOSTS else [])]:
         lines += ["", f"## {heading}", "", "| flag | default | |", "| --- | --- | --- |", *rows]
     return "\n".join(lines) + "\n"
 

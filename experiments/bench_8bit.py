@@ -97,7 +97,9 @@ class Settings:
     limit: int = 50
     """Questions, each at three positions."""
     test_limit: int = 500
-    """Held-out questions, each at three positions."""
+    """Held-out questions, each at three positions; 0: choices are not measured."""
+    again: bool = True
+    """Score the reference a second time."""
     seed: int = 0
     data: Path | None = None
     """nq-open-oracle.jsonl.gz, for the generation."""
@@ -260,14 +262,14 @@ def correlation(s: Settings) -> dict[str, Any]:
         ]
         return encode(prompts, loaded[s.reference].tokenizer, config.max_position_embeddings)
 
-    searched, held_out = encoded("search", s.limit), encoded("test", s.test_limit)
+    searched, held_out = encoded("search", s.limit), encoded("test", s.test_limit) if s.test_limit else []
     own = loaded[s.reference].model
     models = {dtype: loaded[dtype].model if dtype in loaded else in_dtype(own, dtype) for dtype in s.dtypes}
     models.setdefault(s.reference, own)
     scores: dict[str, Scores] = {}
     seconds: dict[str, float] = {}
     again = f"{s.reference}, again"
-    for name in (*models, again):
+    for name in (*models, again) if s.again else models:
         how: dict[str, Any] = {"batch_size": 3, "share_prefixes": False} if name == again else {"individuals": count}
         scorer = Scorer(own if name == again else models[name], searched, **how)
         start = time.perf_counter()
@@ -282,16 +284,16 @@ def correlation(s: Settings) -> dict[str, Any]:
     figures: dict[str, Any] = {"seconds": seconds, "fitness": {}}
     for kind, objective in objectives.items():
         fitness = {name: objective.by_question(*each).mean(axis=1) for name, each in scores.items()}
-        judge = Scorer(own, held_out)
-        chosen = {name: int(values.argmax()) for name, values in fitness.items()}
-        ids = sorted({*chosen.values()})
-        values = dict(zip(ids, judged(objective, judge, factors[ids]), strict=True))
         figures["fitness"][kind] = {
-            name: compared(fitness[name], fitness[s.reference], count // 2)
-            | {"chosen": chosen[name]}
-            | difference(values[chosen[name]], values[chosen[s.reference]])
+            name: compared(fitness[name], fitness[s.reference], count // 2) | {"chosen": int(fitness[name].argmax())}
             for name in fitness
         }
+        if held_out:
+            ids = sorted({each["chosen"] for each in figures["fitness"][kind].values()})
+            values = dict(zip(ids, judged(objective, Scorer(own, held_out), factors[ids]), strict=True))
+            theirs = values[figures["fitness"][kind][s.reference]["chosen"]]
+            for each in figures["fitness"][kind].values():
+                each |= difference(values[each["chosen"]], theirs)
     return figures
 
 
@@ -388,8 +390,14 @@ def correlation_table(record: Mapping[str, Any]) -> str:
                 name,
                 *(f"{each[f'spearman_{part}']:.4f}" for part in ("all", "anywhere", "near")),
                 str(each["chosen"]),
-                f"{unit * each['held_out']:.2f} ± {unit * each['standard_error']:.2f}",
-                f"{unit * each['difference']:+.2f} ± {unit * each['standard_error_of_difference']:.2f}",
+                *(
+                    (
+                        f"{unit * each['held_out']:.2f} ± {unit * each['standard_error']:.2f}",
+                        f"{unit * each['difference']:+.2f} ± {unit * each['standard_error_of_difference']:.2f}",
+                    )
+                    if "held_out" in each
+                    else ("-", "-")
+                ),
                 f"{record['seconds'][name]:.0f}",
             ]
             for name, each in names.items()

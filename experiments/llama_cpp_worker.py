@@ -6,12 +6,15 @@ In: {"ids": prompt, "answer": token ids, "vocabulary": size}. Out: "next", the l
 the prompt; "answer", those of the answer's tokens, each after the prompt and the answer so far; "is_best", which of these are
 the most likely tokens. llama.cpp reports log-probabilities only when it generates, so each token of the answer is generated, by
 a bias on it that its log-probabilities do not include. The prompt before it is cached.
+
+In: {"prefill": prompt}. Out: "seconds" of reading the prompt, with nothing cached, and of sampling the next token.
 """
 
 import importlib.metadata
 import json
 import os
 import sys
+import time
 
 import xllamacpp  # pyright: ignore[reportMissingImports]
 
@@ -38,6 +41,12 @@ def main(path: str, context: int, threads: int) -> None:
     print(json.dumps({"xllamacpp": importlib.metadata.version("xllamacpp")}), file=replies, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
+        if "prefill" in request:
+            start = time.perf_counter()
+            asked = {"prompt": request["prefill"], "max_tokens": 1, "temperature": 0, "cache_prompt": False, "ignore_eos": True}
+            server.handle_completions(asked)
+            print(json.dumps({"seconds": time.perf_counter() - start}), file=replies, flush=True)
+            continue
         ids, answer, size = request["ids"], request["answer"], request["vocabulary"]
         found = {candidate["id"]: candidate["logprob"] for candidate in likely(ids, answer[0], size, cached=False)}
         log_probs, is_best = [], []
