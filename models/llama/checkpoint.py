@@ -475,7 +475,7 @@ def _one_ahead(reads: Iterable[Callable[[], Any]]) -> Iterator[Any]:
 def _placed(path: tuple[Any, ...], leaf: np.ndarray | dict[str, np.ndarray], mesh: Mesh | None) -> Any:
     """A leaf or its parts on the devices, when the copies are finished."""
 
-    def placed(array: np.ndarray, path: tuple[Any, ...]) -> jax.Array:
+    def placed(array: np.ndarray, path: tuple[Any, ...]) -> Any:
         return jax.device_put(array) if mesh is None else put(array, NamedSharding(mesh, weight_spec(path)))
 
     if isinstance(leaf, dict):
