@@ -113,6 +113,8 @@ BOUNDS: dict[str, Bound] = {
     "batch_size": Bound(1, 65_536, "prompts per pass"),
     "population_chunk": Bound(1, 65_536, "individuals per pass"),
     "model_axis": Bound(1, 65_536, "devices of a model"),
+    "memory_gb": Bound(0.1, 4096, "GiB of memory of a card"),
+    "prompt_tokens": Bound(8, 2**20, "tokens of a prompt"),
     "num_tokens": Bound(8, 32_768, "tokens of the text that is checked"),
     "num_processes": Bound(1, 65_536, "processes"),
     "process_id": Bound(0, 65_535, "the number of a process"),

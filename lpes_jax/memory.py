@@ -13,7 +13,9 @@ import jax
 from lpes_jax.mesh import least, mesh_of
 from lpes_jax.models.llama.attention import logits_at_once
 from lpes_jax.models.llama.config import LlamaConfig
+from lpes_jax.models.llama.eight_bits import PROJECTIONS
 from lpes_jax.models.llama.model import Llama
+from lpes_jax.models.llama.packed import Packed
 
 _BUSY = 2**47  # FLOP of a pass that keeps a large GPU busy: measured for a 7B shape, assumed for others
 _COMPILATION = {"cpu": 2**38, "gpu": 2**51}  # FLOP that a device computes in the time a program of all layers takes to compile
@@ -52,12 +54,73 @@ def pass_memory(model: Llama, *, cached: bool = False) -> PassMemory:
         model: Gives sizes, dtype and mesh.
         cached: Whether keys and values are cached.
     """
-    config, itemsize, mesh = model.config, model.embed[...].dtype.itemsize, mesh_of(model)
+    mesh, itemsize = mesh_of(model), model.embed[...].dtype.itemsize
+    packed = any(isinstance(getattr(model.layers, name), Packed) for name in PROJECTIONS)
+    model_axis = 1 if mesh is None else mesh.shape["model"]
+    return planned_pass(model.config, itemsize, cached=cached, packed=packed, model_axis=model_axis)
+
+
+def planned_pass(
+    config: LlamaConfig,
+    itemsize: int,
+    *,
+    cached: bool = False,
+    packed: bool = False,
+    model_axis: int = 1,
+    backend: str | None = None,
+) -> PassMemory:
+    """`pass_memory` of a model that is not loaded.
+
+    Args:
+        config: Its sizes.
+        itemsize: Bytes of a number of its dtype.
+        cached: Whether keys and values are cached.
+        packed: Whether a layer's weights are unpacked when it runs.
+        model_axis: Devices that share the model.
+        backend: cpu or gpu; None means this process's.
+    """
     split = 3 * config.intermediate_size + 4 * config.num_heads * config.head_dim
     if cached:  # keys and values of all layers, and their copy with room for new ones
         split += 4 * config.num_layers * config.num_kv_heads * config.head_dim
-    width = 6 * config.hidden_size + split // (1 if mesh is None else mesh.shape["model"])
-    return PassMemory(width * itemsize, 3 * 4 * config.vocab_size, 3 * logits_at_once())
+    width = 6 * config.hidden_size + split // model_axis
+    unpacked = itemsize * layer_weights(config) // config.num_layers // model_axis if packed else 0
+    return PassMemory(width * itemsize, 3 * 4 * config.vocab_size, 3 * logits_at_once(backend) + unpacked)
+
+
+def planned_step(
+    config: LlamaConfig,
+    itemsize: int,
+    prompts: int,
+    length: int,
+    windows: int = 0,
+    window: int = 0,
+    *,
+    packed: bool = False,
+    backend: str | None = None,
+) -> int:
+    """Bytes of a step of gradient descent beside the weights.
+
+    A step keeps each layer's input for all tokens, and recomputes one layer at a time, of which about twice the arrays of a
+    forward pass are live. Attention in blocks (on a CPU) keeps the weights of all pairs of tokens; cuDNN's keeps none.
+
+    Args:
+        config: The model's sizes.
+        itemsize: Bytes of a number of its dtype.
+        prompts: Prompts of a step that share no prefix.
+        length: Tokens of a prompt with its answer.
+        windows: Windows of plain text, whose loss is the KL divergence.
+        window: Tokens of a window.
+        packed: Whether a layer's weights are unpacked when it runs.
+        backend: cpu or gpu; None means this process's.
+    """
+    memory = planned_pass(config, itemsize, packed=packed, backend=backend)
+    kept = config.num_layers * config.hidden_size * itemsize * (prompts * length + windows * window)
+    layers, logits = [], []
+    for rows, tokens, read in ((prompts, length, 64), (windows, window, min(window, 256))):
+        pairs = rows * config.num_heads * tokens**2 if (backend or jax.default_backend()) == "cpu" else 0
+        layers.append(2 * rows * tokens * memory.token + 3 * 4 * pairs)
+        logits.append(2 * rows * read * memory.read)
+    return kept + max(layers) + max(logits) + 2 * memory.fixed
 
 
 def tokens_that_fit(model: Llama, length: int, read: int, *, cached: bool = False) -> int:

@@ -7,6 +7,8 @@ Examples:
       a folder in Hugging Face layout, in the dtype that it will be served in
   python -m lpes_jax.doctor --model model.gguf --compare-with-transformers
       logits and greedy ids against transformers on torch, float32 on the CPU (pip install torch)
+  python -m lpes_jax.doctor --model DIR --memory-gb 24 --weight-format int8
+      only what search, profile and search --preset best would need on a card of 24 GiB; nothing is loaded
 
 Exit code 0 if every check passes, 1 if one fails, 2 if the model cannot be loaded or its logits are not finite.
 """

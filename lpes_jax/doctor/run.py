@@ -15,10 +15,18 @@ from jaxtyping import Float
 from lpes_jax import compilation, process
 from lpes_jax.api import logits
 from lpes_jax.doctor.checks import check as check_flags
+from lpes_jax.doctor.plan import plan, plan_table, usable_memory
 from lpes_jax.finite import NotFinite
 from lpes_jax.models.llama import Loaded, load
 from lpes_jax.models.llama.attention import runs_on_cudnn
-from lpes_jax.models.llama.checkpoint import Checkpoint, open_checkpoint, save_llama
+from lpes_jax.models.llama.checkpoint import (
+    Checkpoint,
+    checked_dtype,
+    open_checkpoint,
+    packed_layouts,
+    save_llama,
+    weight_bytes,
+)
 from lpes_jax.models.llama.generate import greedy
 from lpes_jax.models.llama.gguf import GgufFile
 from lpes_jax.models.llama.hard_texts import hard_texts
@@ -47,13 +55,18 @@ class Check:
 
 
 def run_doctor(settings: DoctorSettings) -> list[Check]:
-    """Print the parsed config and the verdict of each check; return the checks.
+    """Print the plan of the memory, the parsed config and the verdict of each check; return the checks.
+
+    With `memory_gb`, only the plan is printed, and nothing is loaded.
 
     Raises UserError if the model cannot be loaded, if its logits are not finite (no other check is meaningful then), or if
     torch is requested and missing.
     """
     check_flags(settings)
     checkpoint = open_checkpoint(resolve(settings.run.model))
+    show(memory_plan(checkpoint, settings))
+    if settings.checks.memory_gb is not None:
+        return []
     loaded = load(settings.run.model, settings.checks.dtype, weight_format=settings.checks.weight_format)
     show(Grid(f"{settings.run.model}: what was understood", None, list(understood(checkpoint, loaded)), right=False))
     checks: list[Check] = []
@@ -69,6 +82,24 @@ def run_doctor(settings: DoctorSettings) -> list[Check]:
     finally:
         show(Grid("self-checks", ("check", "verdict", "measured"), verdicts, right=False, styles=styles))
     return checks
+
+
+def memory_plan(checkpoint: Checkpoint, settings: DoctorSettings) -> Grid:
+    """The memory that verbs will need, from the model's headers."""
+    checks, config = settings.checks, checkpoint.config
+    card = checks.memory_gb is not None
+    backend = "cpu" if jax.default_backend() == "cpu" and not card else "gpu"
+    dtype = np.dtype("bfloat16") if card and checks.dtype == "auto" else checked_dtype(checks.dtype)
+    layouts = packed_layouts(checkpoint, checks.weight_format)
+    weights, usable = weight_bytes(config, dtype.itemsize, layouts), usable_memory(checks.memory_gb)
+    length = min(checks.prompt_tokens, config.max_position_embeddings)
+    device = f"a card of {checks.memory_gb:g} GiB" if card else f"this {'host' if backend == 'cpu' else 'device'}"
+    title = (
+        f"memory on {device}: {_mib(usable)} usable, {_mib(weights)} of weights ({checks.weight_format}, {dtype.name}), "
+        f"prompts of {length:,} tokens"
+    )
+    needs = plan(config, weights, dtype.itemsize, usable, length, packed=bool(layouts), backend=backend)
+    return plan_table(title, needs)
 
 
 def understood(checkpoint: Checkpoint, loaded: Loaded) -> Iterator[tuple[str, str]]:

@@ -14,6 +14,7 @@ from jaxtyping import Int
 
 from lpes_jax.errors import UserError
 from lpes_jax.finite import not_finite
+from lpes_jax.memory import tokens_that_fit
 from lpes_jax.models.llama.generate import continuation
 from lpes_jax.models.llama.method import table_method
 from lpes_jax.models.llama.model import Llama, check_ids
@@ -49,17 +50,16 @@ def text_windows(
     if (bos := getattr(tokenizer, "bos_token_id", None)) is not None:
         first = jnp.full_like(first, bos)
     check_ids(model, np.asarray(first))
-    written, finite = continuation(
-        model,
-        first.astype(jnp.int32),
-        jnp.ones(len(first), jnp.int32),
-        table_method(model.config.rope_table(length)),
-        jnp.zeros(0, jnp.int32),
-        length - 1,
-        jax.random.fold_in(jax.random.key(seed), 1),
-    )
-    windows = np.asarray(jnp.concatenate([first.astype(jnp.int32), written], axis=1))
-    if not (well := np.asarray(finite)).all():
+    # All at once unless a GPU's memory does not hold their caches. A CPU's memory is not known, so it is not considered.
+    at_once = count if jax.default_backend() == "cpu" else min(count, tokens_that_fit(model, length, 1, cached=True) // length)
+    parts, method = [], table_method(model.config.rope_table(length))
+    for number, start in enumerate(range(0, count, at_once)):
+        begin, key = first[start : start + at_once].astype(jnp.int32), jax.random.fold_in(jax.random.key(seed), 1 + number)
+        lengths = jnp.ones(len(begin), jnp.int32)
+        written, finite = continuation(model, begin, lengths, method, jnp.zeros(0, jnp.int32), length - 1, key)
+        parts.append((np.asarray(jnp.concatenate([begin, written], axis=1)), np.asarray(finite)))
+    windows, well = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    if not well.all():
         raise not_finite(model, windows[~well].tolist())
     return windows
 

@@ -70,8 +70,9 @@ def load(
         raise UserError(f"tokenizer {tokenizer!r:.60}: {error}") from error
     checkpoint = open_checkpoint(path)
     sha256 = _in_thread(checkpoint.sha256)  # ten seconds and more for 13 GB
-    chosen = _tokenizer(path, other)
-    model = load_llama(checkpoint, dtype, mesh, weight_format)
+    tokenizing = _in_thread(lambda: _tokenizer(path, other))  # beside the weights; what it refuses ends their loading
+    model = load_llama(checkpoint, dtype, mesh, weight_format, between=lambda: tokenizing.done() and tokenizing.result())
+    chosen = tokenizing.result()
     identity = {
         "name": name_or_path,
         "num_layers": checkpoint.config.num_layers,
@@ -85,9 +86,9 @@ def load(
     return Loaded(model, chosen, identity, chosen.stop_ids)
 
 
-def _in_thread(function: Callable[[], str]) -> "Future[str]":
+def _in_thread(function: Callable[[], Any]) -> "Future[Any]":
     """Run a function in a daemon thread, which does not delay an exit, so that a bad model is refused at once."""
-    future: Future[str] = Future()
+    future: Future[Any] = Future()
 
     def run() -> None:
         try:

@@ -238,9 +238,9 @@ def _backward(pull_back: Any, cotangent: Array) -> tuple[Array | None, ...]:
 one_kernel.defvjp(_forward, _backward)
 
 
-def logits_at_once() -> int:
-    """Bytes of attention logits of one individual that the default device holds at once."""
-    return _LOGITS_AT_ONCE["cpu" if jax.default_backend() == "cpu" else "gpu"]
+def logits_at_once(backend: str | None = None) -> int:
+    """Bytes of attention logits of one individual that a device (None: the default one) holds at once."""
+    return _LOGITS_AT_ONCE["cpu" if (backend or jax.default_backend()) == "cpu" else "gpu"]
 
 
 def cached_attention(

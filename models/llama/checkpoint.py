@@ -4,22 +4,25 @@
     model = load_llama(checkpoint, "bfloat16")
     save_llama(model, Path("other-folder"))  # transformers can read it
 
-Loading fills one stacked leaf after another, tensor by tensor, in the target dtype. Peak memory is the loaded model, one more
-leaf and one or two tensors. A checkpoint is loaded completely or refused: one error lists all tensors that are missing, unknown
-or of another shape, before anything large is allocated. Pickle files are never opened.
+Loading fills one stacked leaf after another, tensor by tensor, in the target dtype, and puts it on the device while the next
+one is read. Peak memory is the loaded model, two more leaves and a few tensors. A checkpoint is loaded completely or refused:
+one error lists all tensors that are missing, unknown or of another shape, before anything large is allocated. Pickle files are
+never opened.
 
 `Checkpoint` is the common interface of folders and GGUF files: a `LlamaConfig`, and tensors under their Hugging Face names.
 """
 
 import hashlib
 import json
+import math
 import os
 import sys
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -232,7 +235,11 @@ class GgufCheckpoint(Checkpoint):
 
 
 def load_llama(
-    checkpoint: Checkpoint, dtype: DTypeLike, mesh: Mesh | None = None, weight_format: WeightFormat = "full"
+    checkpoint: Checkpoint,
+    dtype: DTypeLike,
+    mesh: Mesh | None = None,
+    weight_format: WeightFormat = "full",
+    between: Callable[[], object] = lambda: None,
 ) -> Llama:
     """Load a model.
 
@@ -244,6 +251,7 @@ def load_llama(
         mesh: See `lpes_jax.mesh`; None means the default device.
         weight_format: How the layers' matrices are stored. full: in `dtype`; packed: as in a quantised .gguf file; int8: like
             packed, and matrices that the file does not quantise are rounded to 8 bits, in blocks of 32 with a 16-bit scale.
+        between: Called before each leaf; what it raises ends the loading.
 
     Raises:
         UserError: Tensors are missing, unknown or of another shape (it lists all of them), the mesh cannot split the model, or
@@ -268,13 +276,17 @@ def load_llama(
     if mesh is not None:
         for path, layout in layouts.items():
             check_blocks(mesh, path[1], dict(leaves)[path].shape[1], layout.group)
+    reads = [partial(_read_leaf, checkpoint, path, leaf.shape, layouts.get(path, dtype)) for path, leaf in leaves]
     loaded, packed = [], {}
-    for path, leaf in leaves:
-        if path in layouts:
-            packed[path[1]] = _read_packed(checkpoint, path, leaf.shape, layouts[path], mesh)
+    for (path, leaf), parts in zip(leaves, _one_ahead(reads), strict=True):
+        between()
+        on_device = _placed(path, parts, mesh)
+        del parts
+        if isinstance(on_device, dict):
+            packed[path[1]] = Packed(**on_device)
             loaded.append((path, leaf.replace(jnp.zeros(0, dtype))))  # replaced below
         else:
-            loaded.append((path, leaf.replace(_read_leaf(checkpoint, path, leaf.shape, dtype, mesh))))
+            loaded.append((path, leaf.replace(on_device)))
     model = nnx.merge(graphdef, nnx.from_flat_state(loaded))
     return with_weights(model, **packed) if packed else model
 
@@ -301,6 +313,21 @@ def packed_layouts(checkpoint: Checkpoint, weight_format: WeightFormat) -> dict[
             "file, or --weight-format int8, which rounds them"
         )
     return found
+
+
+def weight_bytes(config: LlamaConfig, itemsize: int, layouts: Mapping[tuple[Any, ...], Layout] | Layout) -> int:
+    """Bytes of the weights of a model in memory.
+
+    Args:
+        config: The model's sizes.
+        itemsize: Bytes of a number that is not packed.
+        layouts: Of each packed matrix (`packed_layouts`); or one for all matrices of the layers.
+    """
+    total = 0
+    for path, leaf in _leaves(config, np.dtype(np.float32))[1]:
+        layout = layouts.get(path) if isinstance(layouts, Mapping) else layouts if path[-1] in PROJECTIONS else None
+        total += math.ceil(math.prod(leaf.shape) * (itemsize if layout is None else layout.bits_per_weight / 8))
+    return total
 
 
 def check_tensors(checkpoint: Checkpoint) -> None:
@@ -401,41 +428,59 @@ def _height(path: tuple[Any, ...], config: LlamaConfig) -> int:
 
 
 def _read_leaf(
-    checkpoint: Checkpoint, path: tuple[Any, ...], shape: tuple[int, ...], dtype: np.dtype, mesh: Mesh | None
-) -> jax.Array:
-    buffer = np.empty(shape, dtype)
-
-    def read(name: str, index: tuple[int, ...], rows: slice, _: tuple[int, ...]) -> None:
-        tensor = checkpoint.read(name, rows)
-        if not RULES[path][1]:
-            buffer[index] = tensor
-            return
-        for start in range(0, len(tensor), _ROWS):  # in blocks that fit the CPU cache: several times as fast as all at once
-            buffer[index][:, start : start + _ROWS] = tensor[start : start + _ROWS].astype(dtype).T
-
+    checkpoint: Checkpoint, path: tuple[Any, ...], shape: tuple[int, ...], form: np.dtype | Layout
+) -> np.ndarray | dict[str, np.ndarray]:
+    """A leaf on the host: in a dtype, or the parts of a packed matrix."""
+    if isinstance(form, Layout):
+        layers, inputs, outputs = shape
+        stack = Stack(form, (layers, outputs, inputs))
+        read, leaf = partial(_read_packed, checkpoint, stack), stack.parts
+    else:
+        leaf = np.empty(shape, form)
+        read = partial(_read_tensor, checkpoint, leaf, transposed=RULES[path][1])
     with ThreadPoolExecutor(_READERS) as pool:
-        deque(pool.map(lambda tensor: read(*tensor), tensors_of(path, shape, checkpoint.config)), maxlen=0)  # raises errors
-    leaf = jax.device_put(buffer) if mesh is None else put(buffer, NamedSharding(mesh, weight_spec(path)))
-    return jax.block_until_ready(leaf)  # so that two buffers are never alive at once
+        deque(pool.map(lambda tensor: read(*tensor[:3]), tensors_of(path, shape, checkpoint.config)), maxlen=0)  # raises errors
+    return leaf
 
 
-def _read_packed(
-    checkpoint: Checkpoint, path: tuple[Any, ...], shape: tuple[int, ...], layout: Layout, mesh: Mesh | None
-) -> Packed:
-    layers, inputs, outputs = shape
-    stack = Stack(layout, (layers, outputs, inputs))
+def _read_tensor(
+    checkpoint: Checkpoint, leaf: np.ndarray, name: str, index: tuple[int, ...], rows: slice, *, transposed: bool
+) -> None:
+    tensor = checkpoint.read(name, rows)
+    if not transposed:
+        leaf[index] = tensor
+        return
+    for start in range(0, len(tensor), _ROWS):  # in blocks that fit the CPU cache: several times as fast as all at once
+        leaf[index][:, start : start + _ROWS] = tensor[start : start + _ROWS].astype(leaf.dtype).T
 
-    def read(name: str, index: tuple[int, ...], rows: slice, _: tuple[int, ...]) -> None:
-        packed = checkpoint.layout(name) is not None
-        stack.fill(index[0], checkpoint.read_blocks(name, rows) if packed else rounded(checkpoint.read(name, rows)))
 
-    with ThreadPoolExecutor(_READERS) as pool:
-        deque(pool.map(lambda tensor: read(*tensor), tensors_of(path, shape, checkpoint.config)), maxlen=0)  # raises errors
-    parts = {
-        name: jax.device_put(part) if mesh is None else put(part, NamedSharding(mesh, weight_spec((*path, name))))
-        for name, part in stack.parts.items()
-    }
-    return Packed(**jax.block_until_ready(parts))
+def _read_packed(checkpoint: Checkpoint, stack: Stack, name: str, index: tuple[int, ...], rows: slice) -> None:
+    packed = checkpoint.layout(name) is not None
+    stack.fill(index[0], checkpoint.read_blocks(name, rows) if packed else rounded(checkpoint.read(name, rows)))
+
+
+def _one_ahead(reads: Iterable[Callable[[], Any]]) -> Iterator[Any]:
+    """The results of the functions in order. While one is in use, the next is computed in a thread."""
+    with ThreadPoolExecutor(1) as pool:
+        pending = None
+        for read in reads:
+            following = pool.submit(read)
+            if pending is not None:
+                yield pending.result()
+            pending = following
+        if pending is not None:
+            yield pending.result()
+
+
+def _placed(path: tuple[Any, ...], leaf: np.ndarray | dict[str, np.ndarray], mesh: Mesh | None) -> Any:
+    """A leaf or its parts on the devices, when the copies are finished."""
+
+    def placed(array: np.ndarray, path: tuple[Any, ...]) -> Any:
+        return jax.device_put(array) if mesh is None else put(array, NamedSharding(mesh, weight_spec(path)))
+
+    if isinstance(leaf, dict):
+        return jax.block_until_ready({name: placed(part, (*path, name)) for name, part in leaf.items()})
+    return jax.block_until_ready(placed(leaf, path))
 
 
 def _open_safetensors(path: Path) -> safe_open:

@@ -114,6 +114,25 @@ def rounded(tensor: Float[np.ndarray, "R I"]) -> Blocks:
     return Blocks(layout, codes.reshape(tensor.shape), 0, scale)
 
 
+def part_shapes(layout: Layout, shape: tuple[int, int, int]) -> dict[str, tuple[tuple[int, ...], type[np.generic]]]:
+    """Shape and dtype of each part of a packed matrix of all layers, L, R, I."""
+    layers, rows, inputs = shape
+    narrow, groups = layout.bits < 8, inputs // layout.group
+    parts: dict[str, tuple[tuple[int, ...], type[np.generic]]] = {
+        "codes": ((layers, rows, inputs // 2 if narrow else inputs), np.uint8 if narrow else np.int8),
+        "offset": ((layers,), np.int8),
+        "scale": ((layers, rows, groups), np.float16),
+    }
+    if narrow and layout.bits > 4:
+        parts["high"] = (layers, rows, inputs * (layout.bits - 4) // 8), np.uint8
+    if layout.minimum:
+        parts["minimum"] = (layers, rows, groups), np.float16
+    if layout.block is not None:
+        for name in ("subscale", "subminimum") if layout.minimum else ("subscale",):
+            parts[name] = (layers, rows, inputs // layout.block), np.int8
+    return parts
+
+
 class Stack:
     """Host memory for a matrix of all layers, which is filled layer by layer.
 
@@ -123,23 +142,13 @@ class Stack:
     """
 
     def __init__(self, layout: Layout, shape: tuple[int, int, int]):
-        layers, rows, inputs = shape
         self.layout = layout
-        narrow = layout.bits < 8
-        groups = inputs // layout.group
+        # What a narrower layer lacks: offset and minimum 0, factors of scales 1.
+        empty = {"offset": 0, "minimum": 0, "subscale": 1, "subminimum": 1}
         self.parts: dict[str, np.ndarray] = {
-            "codes": np.empty((layers, rows, inputs // 2 if narrow else inputs), np.uint8 if narrow else np.int8),
-            "offset": np.zeros(layers, np.int8),
-            "scale": np.empty((layers, rows, groups), np.float16),
+            name: np.full(part, empty[name], kind) if name in empty else np.empty(part, kind)
+            for name, (part, kind) in part_shapes(layout, shape).items()
         }
-        if narrow and layout.bits > 4:
-            self.parts["high"] = np.empty((layers, rows, inputs * (layout.bits - 4) // 8), np.uint8)
-        if layout.minimum:
-            self.parts["minimum"] = np.zeros((layers, rows, groups), np.float16)
-        if layout.block is not None:
-            self.parts["subscale"] = np.ones((layers, rows, inputs // layout.block), np.int8)
-            if layout.minimum:
-                self.parts["subminimum"] = np.ones((layers, rows, inputs // layout.block), np.int8)
 
     def fill(self, layer: int, blocks: Blocks) -> None:
         """Store the blocks of a layer in the layout of all."""
