@@ -314,7 +314,7 @@ def individuals_of(s: Settings, layers: int) -> Float[np.ndarray, "P L"]:
 def compared(ours: Float[np.ndarray, "P"], theirs: Float[np.ndarray, "P"], half: int) -> dict[str, float]:
     """Spearman's correlations of two dtypes' fitness: of all individuals, and of both halves."""
     parts = {"all": slice(None), "anywhere": slice(half), "near": slice(half, None)}
-    found = {f"spearman_{name}": float(spearmanr(ours[part], theirs[part])[0]) for name, part in parts.items()}
+    found = {f"spearman_{name}": float(np.asarray(spearmanr(ours[part], theirs[part]))[0]) for name, part in parts.items()}
     return found | {"largest_difference": float(np.abs(ours - theirs).max()), "spread": float(theirs.std(ddof=1))}
 
 
