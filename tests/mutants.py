@@ -35,7 +35,7 @@ FILES = {  # the tests that know each file, the cheapest first
     "lpes_jax/plan.py": f"tests/test_plan.py {SHARED}",
     "lpes_jax/search/genetic.py": "tests/search/test_golden_history.py tests/search/test_genetic.py tests/search/test_loop.py",
     "lpes_jax/prefixes.py": f"{SHARED} tests/search/test_loop.py",
-    "lpes_jax/search/loop.py": RESUMED,
+    "lpes_jax/search/loop.py": f"{RESUMED} tests/test_cli.py",
     "lpes_jax/store/run_folder.py": RESUMED,
     "lpes_jax/store/provenance.py": f"{RESUMED} tests/test_hosts.py",
     "models/llama/gguf.py": "tests/models/test_gguf.py tests/models/test_gguf_model.py tests/models/test_tokenizer.py",

@@ -5,6 +5,7 @@ A search and a mistake start from nothing, as a user's do; the other processes c
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -38,12 +39,13 @@ SMALL = (
     *("--parents", 2, "--mutations", 2, "--crossovers", 1, "--generations", 1, "--uniform-candidates", 2),
 )
 
+QUICKLY = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": QUICK}  # compiles faster
+
 
 @pytest.fixture(scope="module")
 def searched(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> tuple[Path, subprocess.CompletedProcess[str]]:
     folder = tmp_path_factory.mktemp("search") / "run"
-    quickly = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": QUICK}  # compiles faster
-    return folder, lpes("search", "--model", model_folder, *SMALL, "--output-path", folder, **quickly)
+    return folder, lpes("search", "--model", model_folder, *SMALL, "--output-path", folder, **QUICKLY)
 
 
 def test_search_leaves_its_folder_and_prints_its_table(searched):
@@ -76,6 +78,23 @@ def test_search_leaves_its_folder_and_prints_its_table(searched):
     pi = LayerFactors.load(folder / "factors.json").factors.mean()
     assert 0.5 <= pi <= 2.0
     check_folder(folder, "config.json", "history.jsonl", "uniform.json", "factors.json", "results.json", "samples.jsonl")
+
+
+def test_a_complete_run_is_left_alone_and_one_with_factors_of_fewer_individuals_is_finished(searched, model_folder, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(searched[0], folder)
+    command = ("search", "--model", model_folder, *SMALL, "--output-path", folder, "--resume")
+    results = (folder / "results.json").read_bytes()
+    done = lpes(*command, **QUICKLY)
+    assert done.returncode == 0 and "is complete, nothing was done" in done.stdout + done.stderr, done.stderr
+    assert (folder / "results.json").read_bytes() == results
+    factors = json.loads((folder / "factors.json").read_text())
+    assert factors["search"]["individuals"] == 8
+    (folder / "factors.json").write_text(json.dumps(factors | {"search": factors["search"] | {"individuals": 7}}))
+    done = lpes(*command, **QUICKLY)
+    assert done.returncode == 0 and "nothing was done" not in done.stdout + done.stderr, done.stderr
+    assert json.loads((folder / "factors.json").read_text())["search"]["individuals"] == 8
+    assert (folder / "results.json").read_bytes() != results  # its date
 
 
 @pytest.mark.long
