@@ -94,7 +94,8 @@ def test_scripts_explain_themselves(
     with pytest.raises(SystemExit) as stop:
         tyro.cli(script.Settings, description=script.__doc__, args=["--help"])
     assert stop.value.code == 0 and "--output-path" in capsys.readouterr().out and not any(tmp_path.iterdir())
-    assert f"python experiments/{name}.py " in (ROOT / "experiments" / "README.md").read_text(encoding="utf-8")
+    pages = (ROOT / "experiments" / "README.md", ROOT / "docs" / "reproduce.md")
+    assert any(f"python experiments/{name}.py " in page.read_text(encoding="utf-8") for page in pages)
 
 
 def test_neighbours_move_one_control_point_each():
