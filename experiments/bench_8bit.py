@@ -51,7 +51,14 @@ from lpes_jax.curves import bezier  # noqa: E402
 from lpes_jax.errors import UserError  # noqa: E402
 from lpes_jax.json_files import read_json  # noqa: E402
 from lpes_jax.models.llama import Llama, LlamaConfig, load  # noqa: E402
-from lpes_jax.models.llama.eight_bits import EightBitWeights, check_eight_bits, rounded, stacked  # noqa: E402
+from lpes_jax.models.llama.eight_bits import (  # noqa: E402
+    PROJECTIONS,
+    EightBits,
+    EightBitWeights,
+    check_eight_bits,
+    rounded,
+    stacked,
+)
 from lpes_jax.models.llama.model import hidden_states, matmul, output_logits, with_eight_bits  # noqa: E402
 from lpes_jax.scores import Scores  # noqa: E402
 from lpes_jax.scoring import Scorer  # noqa: E402
@@ -65,7 +72,7 @@ from lpes_jax.tasks.key_value import KeyValue  # noqa: E402
 from lpes_jax.tasks.prompts import EncodedPrompt, encode, slot  # noqa: E402
 
 Part = Literal["shape", "products", "correlation", "generation"]
-ScoredIn = Literal["float32", "bfloat16", "int8", "fp8"]
+ScoredIn = Literal["float32", "bfloat16", "int8", "fp8", "int8_but_down", "fp8_but_down"]
 PARTS: tuple[Part, ...] = ("shape", "products", "correlation", "generation")
 TARGET = re.compile(r'custom_call_target="([^"]*(?:cublas|gemm|matmul)[^"]*)"')
 
@@ -78,7 +85,7 @@ class Settings:
     """Folder of PART.json, tables.md and summary.json."""
     parts: tuple[Part, ...] = PARTS
     dtypes: tuple[ScoredIn, ...] = ("bfloat16", "int8", "fp8")
-    """The dtypes; int8 and fp8: 8-bit products in a model of --reference."""
+    """The dtypes; int8 and fp8: 8-bit products in a model of --reference, in `but_down` all but the MLP's second."""
     reference: Literal["float32", "bfloat16"] = "bfloat16"
     """The dtype that the others are compared with, and in which 8-bit models keep everything else."""
     shape: Literal["llama-2-7b", "llama-2-13b", "qwen2.5-7b"] = "llama-2-7b"
@@ -134,7 +141,15 @@ def main(s: Settings) -> None:
 
 def in_dtype(model: Llama, dtype: ScoredIn) -> Llama:
     """A model with the products of its layers in this dtype; 16- and 32-bit ones are the model's own."""
-    return with_eight_bits(model, dtype) if dtype in ("int8", "fp8") else model
+    if dtype in ("float32", "bfloat16"):
+        return model
+    rounded = [name for name in PROJECTIONS if name != "down" or not dtype.endswith("but_down")]
+    return with_eight_bits(model, kind_of(dtype), rounded)
+
+
+def kind_of(dtype: ScoredIn) -> EightBits:
+    """The kind of the 8-bit products."""
+    return "fp8" if dtype.startswith("fp8") else "int8"
 
 
 def available(s: Settings) -> list[ScoredIn]:
@@ -142,7 +157,7 @@ def available(s: Settings) -> list[ScoredIn]:
     found: list[ScoredIn] = []
     for dtype in s.dtypes:
         try:
-            check_eight_bits("fp8" if dtype == "fp8" else "int8", "--dtypes")
+            check_eight_bits(kind_of(dtype), "--dtypes")
             found.append(dtype)
         except UserError as error:
             print(f"note: {error}", flush=True)
@@ -212,7 +227,9 @@ def products(s: Settings) -> dict[str, Any]:
         keys = jax.random.split(jax.random.key(s.seed))
         x = jax.random.normal(keys[0], (rows, inputs), jnp.bfloat16)
         weights = jax.random.normal(keys[1], (inputs, outputs), jnp.bfloat16)
-        seconds = turns(product_runs(x, weights, [dtype for dtype in available(s) if dtype != "float32"]), s.rounds)
+        seconds = turns(
+            product_runs(x, weights, [dtype for dtype in available(s) if dtype in ("bfloat16", "int8", "fp8")]), s.rounds
+        )
         flop = 2.0 * rows * inputs * outputs
         rates = {name: flop / value / 1e12 for name, value in seconds.items()}
         found.append({"rows": rows, "inputs": inputs, "outputs": outputs, "tflop_per_second": rates})
@@ -228,7 +245,7 @@ def product_runs(x: jax.Array, weights: jax.Array, dtypes: Sequence[ScoredIn]) -
             runs["bfloat16"] = partial(ours(matmul), x, weights)
             runs["bfloat16, default kernels"] = partial(default(matmul), x, weights)
             continue
-        values, scales = (leaf[0] for leaf in stacked(weights[None], "fp8" if dtype == "fp8" else "int8"))
+        values, scales = (leaf[0] for leaf in stacked(weights[None], kind_of(dtype)))
         layer, narrow = EightBitWeights(values, scales), rounded(x, values.dtype)[0]
         kind = jnp.dtype(jnp.int32 if dtype == "int8" else jnp.bfloat16)
         runs[dtype] = partial(ours(lambda layer, x: layer.product(x)), layer, x)

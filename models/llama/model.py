@@ -394,13 +394,14 @@ def _unpack(packed: dict[str, Packed], dtype: jnp.dtype) -> dict[str, Array]:
     return {name: dense(weights, dtype) for name, weights in packed.items()}
 
 
-def with_eight_bits(model: Llama, kind: EightBits) -> Llama:
+def with_eight_bits(model: Llama, kind: EightBits, projections: Sequence[str] = PROJECTIONS) -> Llama:
     """A copy of the model with the weights of its layers in 8 bits, for products in 8 bits (`eight_bits.py`).
 
-    These weights need half the memory of 16-bit ones, beside the model's own. There are no gradients.
+    These weights need half the memory of 16-bit ones, beside the model's own. There are no gradients. Of PROJECTIONS, only
+    `projections` are in 8 bits.
     """
     changed = jax.tree.map(lambda leaf: leaf, model)
-    for name in PROJECTIONS:
+    for name in projections:
         setattr(changed.layers, name, EightBitWeights(*stacked(getattr(model.layers, name), kind, model.embed[...].dtype)))
     return changed
 
