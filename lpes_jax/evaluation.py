@@ -154,6 +154,7 @@ def evaluate(
     measured: dict[Any, Outcome] | None = None,
     earlier: Mapping[str, Outcome] = MappingProxyType({}),
     on_outcome: Callable[[Outcome], None] = lambda outcome: None,
+    on_refused: Callable[[Candidate, UserError], None] | None = None,
 ) -> list[Outcome]:
     """Measure every candidate on every example, with its fact at every slot. Equal factors are measured once.
 
@@ -175,10 +176,13 @@ def evaluate(
         measured: Outcomes of earlier calls with the same model, by request and factors; new outcomes are added.
         earlier: Outcomes of an interrupted call, by the candidates' names.
         on_outcome: Called with each new outcome.
+        on_refused: Called with each candidate that cannot be measured on these prompts, and the reason. Such a candidate has no
+            outcome. None: the reason is raised.
 
     Raises:
         UserError: The task lacks a metric, prompts are too long, `max_new_tokens` is below the longest gold answer, no question
-            is left, `earlier` has other questions or metrics, or logits are not finite.
+            is left, `earlier` has other questions or metrics, or a candidate's method refuses the prompts' length or gives
+            logits that are not finite.
     """
     known = ("prefix", *task.metrics) if task.decided_by == "generation" else task.metrics
     if unknown := [metric for metric in metrics if metric not in known]:
@@ -230,11 +234,18 @@ def evaluate(
         if new_candidates:
             new = measure.outcomes(version, prompts, len(slots), list(new_candidates.values()), counts)
             for key, outcome in zip(new_candidates, new, strict=True):
-                on_outcome(outcome)
-                measured[key] = replace(outcome, prompts=[])
+                if isinstance(outcome, Outcome):
+                    on_outcome(outcome)
+                    measured[key] = replace(outcome, prompts=[])
+                elif on_refused is None:
+                    raise outcome
+                else:
+                    for candidate in (candidate for candidate, its_key in chosen if its_key == key):
+                        on_refused(candidate, outcome)
         outcomes += [
             replace(measured[key], candidate=candidate, prompts=prompts, counts=measured[key].counts | counts)
             for candidate, key in chosen
+            if key in measured
         ]
     order = {candidate.name: index for index, candidate in enumerate(candidates)}
     return sorted(outcomes, key=lambda outcome: order[outcome.candidate.name])
@@ -279,8 +290,8 @@ class _Measure:
 
     def outcomes(
         self, task: Task, prompts: list[Prompt], num_slots: int, candidates: Sequence[Candidate], counts: dict[str, int]
-    ) -> Iterator[Outcome]:
-        """Yield the outcome of each candidate."""
+    ) -> Iterator[Outcome | UserError]:
+        """Yield the outcome of each candidate, or the reason that there is none."""
         window, shape = self.model.config.max_position_embeddings, (len(prompts) // num_slots, num_slots)
         encoded = task_prompts.encode(prompts, self.tokenizer, window)
         verdicts, single_scorer = None, None
@@ -301,28 +312,44 @@ class _Measure:
             if self.new_tokens < longest:
                 raise UserError(f"--max-new-tokens {self.new_tokens} is below the longest gold answer, {longest} tokens")
         for candidate in candidates:
-            factors = candidate.factors or LayerFactors.uniform(1.0, self.model.config.num_layers)
-            scores: dict[str, np.ndarray] = {}
-            log_likelihood = None
-            changed: dict[str, int] = {}
-            if verdicts is not None:
-                correct, log_likelihood = self._verdicts(verdicts, candidate, factors, self.on_prompts)
-                scores["prefix" if task.decided_by == "generation" else task.metrics[0]] = correct.astype(float).reshape(shape)
-                if single_scorer is not None and candidate.method is None:
-                    correct_single, _ = self._verdicts(single_scorer, candidate, factors, lambda count: None)
-                    changed["verdicts_changed_alone"] = int((correct_single != correct[:SINGLE]).sum())
-            outcome = Outcome(
-                candidate,
-                prompts,
-                scores,
-                None if log_likelihood is None else log_likelihood.reshape(shape),
-                0 if verdicts is None else verdicts.compilations,
-                [len(prompt.ids) for prompt in encoded],
-                counts | changed,
-            )
-            if self.new_tokens:
-                outcome = self._generated(outcome, task, encoded, factors, shape)
-            yield replace(outcome, scores={metric: outcome.scores[metric] for metric in self.metrics})
+            try:
+                outcome = self._outcome(task, prompts, shape, encoded, candidate, counts, verdicts, single_scorer)
+                yield replace(outcome, scores={metric: outcome.scores[metric] for metric in self.metrics})
+            except UserError as error:
+                yield error
+
+    def _outcome(
+        self,
+        task: Task,
+        prompts: list[Prompt],
+        shape: tuple[int, int],
+        encoded: Sequence[EncodedPrompt],
+        candidate: Candidate,
+        counts: dict[str, int],
+        verdicts: LikelihoodScorer | None,
+        single_scorer: LikelihoodScorer | None,
+    ) -> Outcome:
+        """The outcome of one candidate, with the scores of all metrics that were computed."""
+        factors = candidate.factors or LayerFactors.uniform(1.0, self.model.config.num_layers)
+        scores: dict[str, np.ndarray] = {}
+        log_likelihood = None
+        changed: dict[str, int] = {}
+        if verdicts is not None:
+            correct, log_likelihood = self._verdicts(verdicts, candidate, factors, self.on_prompts)
+            scores["prefix" if task.decided_by == "generation" else task.metrics[0]] = correct.astype(float).reshape(shape)
+            if single_scorer is not None and candidate.method is None:
+                correct_single, _ = self._verdicts(single_scorer, candidate, factors, lambda count: None)
+                changed["verdicts_changed_alone"] = int((correct_single != correct[:SINGLE]).sum())
+        outcome = Outcome(
+            candidate,
+            prompts,
+            scores,
+            None if log_likelihood is None else log_likelihood.reshape(shape),
+            0 if verdicts is None else verdicts.compilations,
+            [len(prompt.ids) for prompt in encoded],
+            counts | changed,
+        )
+        return self._generated(outcome, task, encoded, factors, shape) if self.new_tokens else outcome
 
     def _verdicts(
         self, scorer: LikelihoodScorer, candidate: Candidate, factors: LayerFactors, on_prompts: Report

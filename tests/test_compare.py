@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -12,13 +13,19 @@ import pytest
 from nursery import VERB
 from schemas import check_folder
 
-from lpes_jax.compare import NAMES, CompareSettings, run_comparison
+from lpes_jax.compare import METHODS, NAMES, CompareSettings, main, run_comparison
+from lpes_jax.compare.learnt import Learnt, arrays_of
 from lpes_jax.errors import UserError
+from lpes_jax.evaluate import EvaluateSettings, run_evaluation
 from lpes_jax.factors import LayerFactors, read_json
+from lpes_jax.methods import Choice, Tuning
 from lpes_jax.methods.moice import Router
+from lpes_jax.methods.tables import yarn_choices
 from lpes_jax.models.llama import LlamaConfig
+from lpes_jax.models.llama.method import Method
 from lpes_jax.statistics import holm
 from lpes_jax.store.files import write_json
+from lpes_jax.store.parts import Parts
 
 SMALL = {"num_pairs": 3, "key_length": 1, "limit": 2, "test_limit": 2, "budget": 2, "repeats": 1, "channel_strings": 4}
 TUNED = ("uniform", "ntk_by_base", "yarn", "attention_buckets", "self_extend", "hidden_channel", "zero_tuning")
@@ -133,6 +140,176 @@ def test_a_comparison_that_is_killed_goes_on(compared, nursery, model_folder, tm
     assert again["methods"]["uniform"]["acc,none"] == whole["methods"]["uniform"]["acc,none"] != 0.25
     with pytest.raises(UserError, match="contains no interrupted comparison; remove --resume to start one"):
         run_comparison(settings.replace(resume=True))
+
+
+OTHERS = """
+[[task]]
+task = "kv"
+num_pairs = 4
+key_length = 1
+test_limit = 3
+
+[[task]]
+task = "niah"
+subset = "multikey_2"
+num_lines = 2
+"""
+TITLES = ["3 key-value pairs, key length 1", "4 key-value pairs, key length 1", "niah multikey_2, num lines 2"]
+
+
+def short_only(tuning: Tuning) -> list[Choice]:
+    """YaRN that refuses texts of more than 300 tokens, but not the model's window, for which every setting is tried."""
+
+    def limited(choice: Choice) -> Choice:
+        def make(config: LlamaConfig, length: int) -> Method:
+            assert choice.maker is not None
+            if 300 < length < config.max_position_embeddings:
+                raise UserError("YaRN: too many tokens")
+            return choice.maker(config, length)
+
+        return replace(choice, maker=make)
+
+    return [limited(choice) for choice in yarn_choices(tuning)]
+
+
+def no_more(*_: object) -> None:
+    raise AssertionError("measured or learnt again")
+
+
+@pytest.fixture(scope="module")
+def elsewhere(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[CompareSettings, dict]:
+    """A comparison with other tasks that ended when everything was measured, and was resumed; nothing may be done again."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    LayerFactors(np.array([1.0, 1.5, 0.7])).save(folder / "factors.json")
+    (folder / "others.toml").write_text(OTHERS)
+    settings = CompareSettings.of(
+        **SMALL, model=str(model_folder), factors=folder / "factors.json", positions=(0, 100), output_path=folder / "out",
+        methods=("uniform", "yarn", "zero_tuning", "seal", "lpes"), other_tasks=folder / "others.toml", max_new_tokens=20,
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(METHODS, "yarn", short_only)
+        with pytest.MonkeyPatch.context() as stop:
+            stop.setattr("lpes_jax.compare.run._costs", no_more)
+            with pytest.raises(AssertionError):
+                run_comparison(settings)
+        with pytest.raises(UserError, match=r"--resume: .* was run with --other-tasks, task 1: num_pairs 4 \(now 5\)"):
+            (folder / "changed.toml").write_text(OTHERS.replace("num_pairs = 4", "num_pairs = 5"))
+            run_comparison(settings.replace(other_tasks=folder / "changed.toml", resume=True))
+        patch.setattr(Parts, "keep", no_more)
+        return settings, run_comparison(settings.replace(resume=True))
+
+
+def test_tuned_methods_are_measured_on_other_tasks_as_evaluate_does(elsewhere, model_folder, tmp_path):
+    settings, record = elsewhere
+    out = settings.run.output_path
+    check_folder(out, "results.json", "samples.jsonl")
+    assert read_json(out / "results.json") == json.loads(json.dumps(record)) and record["resumed"]
+    tasks = record["other_tasks"]
+    assert [record["tuned_task"], *(task["title"] for task in tasks)] == TITLES
+    assert [task["questions"] for task in tasks] == [3, 2] and record["n-samples"]["kv"]["effective"] == 2
+    assert [task["methods"]["baseline"]["metric"] for task in tasks] == ["prefix", "recall"]
+    samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    for number, flags in enumerate(({"num_pairs": 4, "key_length": 1, "limit": 3}, {"subset": "multikey_2", "num_lines": 2})):
+        shared = {"model": str(model_folder), "positions": (0, 100), "factors": settings.factors.factors, "max_new_tokens": 20}
+        own = {
+            "task": ("kv", "niah")[number],
+            "output_path": tmp_path / str(number),
+            "metrics": (("prefix", "recall")[number],),
+        }
+        run_evaluation(EvaluateSettings.of(**{"limit": 2, "split": "test"} | shared | own | flags))
+        evaluated = read_json(tmp_path / str(number) / "results.json")["methods"]
+        lines = [json.loads(line) for line in (tmp_path / str(number) / "samples.jsonl").read_text().splitlines()]
+        for ours, theirs in (("baseline", "baseline"), ("lpes", "factors")):
+            figures = tasks[number]["methods"][ours]
+            for key in ("acc,none", "acc_by_position", "acc_stderr,none"):
+                assert figures[key] == evaluated[theirs][key]
+            assert figures.get("log_likelihood_by_position") == evaluated[theirs].get("log_likelihood_by_position")
+            title = TITLES[number + 1]
+            mine = [sample for sample in samples if (sample["task"], sample["method"]) == (title, ours)]
+            assert [sample["prompt_hash"] for sample in mine] == [
+                line["prompt_hash"] for line in lines if line["method"] == theirs
+            ]
+            outputs = [line.get("output") for line in lines if line["method"] == theirs]
+            assert [sample.get("output") for sample in mine] == outputs and len({*outputs}) > number
+
+
+def test_a_method_that_a_task_refuses_is_named_there_and_measured_elsewhere(elsewhere):
+    settings, record = elsewhere
+    short, long = record["other_tasks"]
+    assert list(short["methods"]) == list(record["methods"]) and short["refused"] == {}
+    assert "yarn" not in long["methods"] and long["refused"] == {"yarn": "YaRN: too many tokens"}
+    for task in (short, long):  # over the methods that were measured on this task
+        compared = [figures["against_baseline"] for name, figures in task["methods"].items() if name != "baseline"]
+        assert [one["p_holm"] for one in compared] == holm([one["p"] for one in compared])
+    text = (settings.run.output_path / "results.md").read_text()
+    header = f"| accuracy on | {TITLES[0]} (tuned) | {TITLES[1]} | {TITLES[2]} |"
+    lines = text[text.index(header) :].splitlines()
+    row = next(line for line in lines if line.startswith("| yarn |")).split(" | ")
+    own, difference = record["methods"]["yarn"], record["methods"]["yarn"]["against_baseline"]
+    accuracy = f"{100 * own['acc,none']:.1f} ± {100 * own['acc_stderr,none']:.1f}"
+    assert row[1] == f"{accuracy} ({100 * difference['difference']:+.1f}, p {difference['p_holm']:.3f})"
+    assert row[3] == "refused |" and "yarn: refused on niah multikey_2, num lines 2. YaRN: too many tokens" in lines
+    assert TITLES[2] in (settings.run.output_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            '[[task]]\ntask = "needle"\nlimit = 3',
+            "block 1 (needle): limit is for a search, and nothing is tuned on other tasks",
+        ),
+        ('[[task]]\ntask = "needle"\nweight = 2', "block 1 (needle): weight is for a search"),
+        ('[[task]]\ntask = "needle"\nnum_pairs = 2', "num_pairs is not one of its keys: task, test_limit, "),
+        ('[[task]]\ntask = "needle"\ntest_limit = 0', "test_limit must be at least 1"),
+        ('[[task]]\ntask = "kv"\nnum_pairs = [4, 3]', "block 1 (kv): the task '3 key-value pairs' is repeated; the tuned task"),
+        ('[[task]]\ntask = "mdqa"\ndata = "gone.jsonl"', "gone.jsonl: no such file"),
+        ('[[task]]\ntask = "perplexity"', "block 1 (perplexity): perplexity has no positions to compare; use evaluate"),
+        ("tasks = 1", "tasks is not allowed; the file has only [[task]] blocks"),
+    ],
+)
+def test_bad_files_of_other_tasks_are_one_line(text, message, tmp_path, capfd):
+    (tmp_path / "others.toml").write_text(text)
+    flags = ["--num-pairs", "3", "--other-tasks", str(tmp_path / "others.toml"), "--output-path", str(tmp_path / "out")]
+    assert main(flags) == 2
+    [line] = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"error: --other-tasks {tmp_path}/others.toml") and message in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_data_folder_needs_other_tasks(capfd):
+    assert main(["--num-pairs", "3", "--data-folder", "."]) == 2
+    assert "--data-folder is the folder of relative paths in --other-tasks" in capfd.readouterr().err
+
+
+def test_what_cannot_be_measured_on_other_tasks_is_told_before_tuning(model_folder, tmp_path):
+    (tmp_path / "others.toml").write_text('[[task]]\ntask = "kv"\nnum_pairs = 30')
+    settings = CompareSettings.of(
+        **SMALL,
+        model=str(model_folder),
+        methods=("uniform",),
+        other_tasks=tmp_path / "others.toml",
+        output_path=tmp_path / "out",
+    )
+    with pytest.raises(UserError, match=r"--other-tasks .*others.toml, block 1 \(kv\): 2 questions are too long"):
+        run_comparison(settings)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_was_learnt_is_kept_with_its_bits(tmp_path):
+    arrays = [np.random.default_rng(0).normal(size=(2, 3)).astype(np.float32), np.array([3, 1], np.int32)]
+    kinds, config = {"learnt": arrays_of}, {"a": 1}
+    with Parts(tmp_path / "out", config, kinds, resume=False) as kept:
+        once = Learnt(kept)
+        assert once("seal", lambda: arrays) is arrays and once("seal", lambda: arrays[:1]) == arrays[:1]
+        once("moice", lambda: [np.array([np.nan])])  # is not kept
+    with Parts(tmp_path / "out", config, kinds, resume=True) as kept:
+        once, found = Learnt(kept), []
+        for count in (2, 1):
+            found = once("seal", list)
+            assert len(found) == count and all(np.array_equal(a, b) for a, b in zip(found, arrays, strict=False))
+            assert [a.dtype for a in found] == [a.dtype for a in arrays[:count]]
+        assert once("moice", list) == []
 
 
 def test_holm_by_hand():

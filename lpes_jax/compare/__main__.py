@@ -7,16 +7,20 @@ Examples:
       all, LPES with the factors that a search found
   python -m lpes_jax.compare --model DIR --task mdqa --data nq-open-oracle.jsonl.gz --distractors random --factors FILE
       the same on multi-document questions
+  python -m lpes_jax.compare --model DIR --num-pairs 20 --factors FILE --other-tasks experiments/mixtures/other_ruler.toml
+      all methods as tuned on 20 pairs, measured also on tasks on which nothing was tuned
 
 A method with settings is tuned: at most --budget settings are tried on --limit search questions, and the most accurate one is
 measured on --test-limit other questions, the same for all methods. Costs are measured in this process on the same prompts: the
 median time of --repeats rounds, in which all methods take turns, and the memory of the method's program besides weights and
 prompts.
 
+--other-tasks names a TOML file with a block [[task]] for each other task: task = its name, its flags by their names, and
+optionally its own test_limit. Every method is measured there as it was tuned on --task. Holm's correction covers the methods of
+one task. A method that cannot be measured on a task is named with the reason, and stays in the comparison of the others.
+
 OUT gets results.json, results.md, samples.jsonl, the plot positions.{png,svg}, and report.html, a page with all of them.
---resume continues an interrupted comparison; methods that were tuned and measured are not repeated. (MoICE's router and SEAL's
-scales are learnt again, positional channels and ZeroTuning's heads are searched again; if the setting differs, that method is
-tuned again.)
+--resume continues an interrupted comparison; what was learnt, tuned and measured is not repeated.
 """
 
 import sys

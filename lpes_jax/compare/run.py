@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from lpes_jax.compare.checks import check
+from lpes_jax.compare import other_tasks
+from lpes_jax.compare.checks import check, tasks_asked
 from lpes_jax.compare.learning import learn
+from lpes_jax.compare.learnt import Learnt, arrays_of
+from lpes_jax.compare.other_tasks import Measured, OtherTask
 from lpes_jax.errors import UserError
 from lpes_jax.evaluation import BASELINE, Candidate, default_metrics, evaluate, slots_of
 from lpes_jax.factors import LayerFactors
@@ -49,7 +53,7 @@ from lpes_jax.store.content import content_sha256
 from lpes_jax.store.files import write_json, write_text
 from lpes_jax.store.parts import Parts
 from lpes_jax.store.provenance import environment
-from lpes_jax.tasks.flags import task_of, title_of
+from lpes_jax.tasks.flags import title_of
 from lpes_jax.tasks.leaks import count_leaky
 from lpes_jax.tasks.prompts import (
     EncodedPrompt,
@@ -77,6 +81,7 @@ METHODS: dict[str, Callable[[Tuning], list[Choice]]] = {
     "lpes": tables.lpes_choices,
 }
 """The compared methods in the order of the tables, and the settings that are tried for each."""
+_LEARNING = ("moice", "hidden_channel", "zero_tuning", "seal")  # work to do before they have settings
 _TIMED_PROMPTS = 8
 
 
@@ -88,20 +93,32 @@ def run_comparison(settings: CompareSettings) -> dict[str, Any]:
     started = time.time()
     names = check(settings)
     output.check(settings.run.output_path, "compare", overwrite=settings.run.overwrite, resume=settings.run.resume)
-    task = task_of(settings.task, max_new_tokens=settings.questions.max_new_tokens)
-    if settings.task.task == "perplexity":
-        raise UserError("--task perplexity has no positions to compare; use evaluate")
+    task, tuned_title, parts = tasks_asked(settings)
     searched = task.examples("search", settings.questions.limit, settings.run.seed)
     held_out = task.examples("test", settings.questions.test_limit, settings.run.seed)
+    others = other_tasks.with_questions(parts, settings)
     found = None if settings.factors.factors is None else LayerFactors.load(settings.factors.factors)
     loaded = load(settings.run.model, settings.devices.dtype, weight_format=settings.devices.weight_format)
     factors_model = None
     if found is not None:
         factors_model = check_loaded(found, loaded, str(settings.factors.factors), settings.factors.other_model)
-    config, run = _config(settings, loaded, found), settings.run
+    config, run = _config(settings, loaded, found, others), settings.run
     with Parts(run.output_path, config, PARTS, run.resume, run.overwrite) as kept:
         with kept.interruptible():
-            record, shown = _compared(settings, names, task, searched, held_out, loaded, found, factors_model, kept, started)
+            record, shown = _compared(
+                settings,
+                names,
+                task,
+                tuned_title,
+                searched,
+                held_out,
+                others,
+                loaded,
+                found,
+                factors_model,
+                kept,
+                started,
+            )
         kept.drop()
     show(*shown)
     return record
@@ -111,8 +128,10 @@ def _compared(
     settings: CompareSettings,
     names: Sequence[str],
     task: Any,
+    tuned_title: str,
     searched: Sequence[Any],
     held_out: Sequence[Any],
+    others: Sequence[OtherTask],
     loaded: Loaded,
     found: LayerFactors | None,
     factors_model: dict[str, Any] | None,
@@ -140,22 +159,36 @@ def _compared(
     choices: dict[str, list[Choice]] = {}
     prompts = _search_prompts(settings, loaded, task, searched, slots)
     scorer = _scorer(settings, loaded, task, prompts)
-    tuning = _tuning(settings, loaded, found, scorer, prompts)
-    for name in names:
-        try:
-            choices[name] = METHODS[name](tuning)
-            for choice in choices[name]:
-                if choice.maker is not None:
-                    choice.maker(config, config.max_position_embeddings)
-        except UserError as error:
-            if "all" not in settings.methods.methods:
-                raise
-            choices.pop(name, None)
-            refused[name] = str(error)
+    tuning = _tuning(settings, loaded, found, scorer, prompts, Learnt(kept))
+
+    def choose(names: Sequence[str]) -> None:
+        for name in names:
+            try:
+                choices[name] = METHODS[name](tuning)
+                for choice in choices[name]:
+                    if choice.maker is not None:
+                        choice.maker(config, config.max_position_embeddings)
+            except UserError as error:
+                if "all" not in settings.methods.methods:
+                    raise
+                choices.pop(name, None)
+                refused[name] = str(error)
+
     tunings, measurements = kept.records["tuned"], kept.records["measured"]
-    if BASELINE not in measurements:  # before any tuning, so that errors in questions or metrics appear at once
-        measured([Candidate(BASELINE)])
-    with SearchProgress(len(choices) * len(held_out) * len(slots)) as progress:
+    try:
+        choose([name for name in names if name not in _LEARNING])
+        if BASELINE not in measurements:  # before any tuning, so that errors in questions or metrics appear at once
+            measured([Candidate(BASELINE)])
+        for other in others:
+            other_tasks.measure(other, [Candidate(BASELINE)], settings, loaded, kept)
+        choose([name for name in names if name in _LEARNING])
+    except UserError:
+        if not settings.run.resume:
+            kept.discard()
+        raise
+    choices = {name: choices[name] for name in names if name in choices}
+    total = len(held_out) * len(slots) + sum(len(other.examples) * len(other.slots) for other in others)
+    with SearchProgress(len(choices) * total) as progress:
         tuned: dict[str, tuple[Choice, list[dict[str, Any]]]] = {}
         for name, method_choices in choices.items():
             by_setting = {choice.setting: choice for first in method_choices for choice in (first, *first.then)}
@@ -164,12 +197,17 @@ def _compared(
                 choice, tried = _tune(scorer, method_choices, config)
                 if name != BASELINE:
                     kept.forget("measured", name)
+                    other_tasks.forget(others, name, kept)
                 kept.keep("tuned", name, {"setting": choice.setting, "tried": tried})
             tuned[name] = by_setting[tunings[name]["setting"]], tunings[name]["tried"]
         candidates = [Candidate(name, method=chosen.maker) for name, (chosen, _) in tuned.items()]
         progress.note("measuring on held-out questions")
         earlier = {name: outcome_of(kept_record) for name, kept_record in measurements.items()}
         outcomes = measured(candidates, earlier=earlier, on_prompts=progress.prompts)
+        elsewhere: list[Measured] = []
+        for other in others:
+            progress.note(f"measuring on {other.part.title}")
+            elsewhere.append(other_tasks.measure(other, candidates, settings, loaded, kept, progress.prompts))
         progress.note("timing")
         costs = _costs(loaded, outcomes[0].prompts[:_TIMED_PROMPTS], candidates, settings.methods.repeats)
     used = _as_record(settings) | {"model_identity": loaded.identity, "factors_model": factors_model}
@@ -181,7 +219,9 @@ def _compared(
             **costs[name],
         }
     record |= {"refused": refused, "resumed": settings.run.resume}
-    return record, _write(settings, loaded, title_of(settings.task, task), outcomes, slots, record)
+    if elsewhere:
+        record |= {"tuned_task": tuned_title, "other_tasks": [one.record() for one in elsewhere]}
+    return record, _write(settings, loaded, title_of(settings.task, task), outcomes, slots, record, elsewhere)
 
 
 def _check_tuned(record: dict[str, Any]) -> None:
@@ -196,18 +236,30 @@ def _check_tuned(record: dict[str, Any]) -> None:
             raise TypeError("a likelihood that is no number")
 
 
-PARTS = {"tuned": _check_tuned, "measured": outcome_of}
-"""The record of each method that is kept until the results are written, and its check."""
+def _check_refused(record: dict[str, Any]) -> None:
+    """Raise KeyError or TypeError if this is not a record of a refused method."""
+    if not isinstance(record["reason"], str):
+        raise TypeError("a reason that is no text")
 
 
-def _config(settings: CompareSettings, loaded: Loaded, found: LayerFactors | None) -> dict[str, Any]:
+PARTS = {
+    **{"learnt": arrays_of, "tuned": _check_tuned, "measured": outcome_of},
+    **{"other": outcome_of, "refused": _check_refused},  # of each method and other task
+}
+"""The records of each method that are kept until the results are written, and their checks."""
+
+
+def _config(
+    settings: CompareSettings, loaded: Loaded, found: LayerFactors | None, others: Sequence[OtherTask]
+) -> dict[str, Any]:
     """Everything that determines a comparison's results; files by their content."""
     files = {name: path for name in ("data", "router", "text") if (path := settings.flat()[name]) is not None}
     contents = {name: content_sha256(path, f"--{name} ") for name, path in files.items()}
     if found is not None:
         contents["factors"] = found.sha256
     asked = {name: value for name, value in _as_record(settings).items() if name not in ("output_path", "batch_size")}
-    return {"model": loaded.identity, "settings": asked, "sha256": contents, "environment": environment()}
+    config = {"model": loaded.identity, "settings": asked, "sha256": contents, "environment": environment()}
+    return config | ({"other_tasks": {str(other.number): other.record() for other in others}} if others else {})
 
 
 def _as_record(settings: CompareSettings) -> dict[str, Any]:
@@ -221,11 +273,25 @@ def _tuning(
     found: LayerFactors | None,
     scorer: LikelihoodScorer | None,
     prompts: Sequence[Prompt],
+    once: Learnt,
 ) -> Tuning:
     router, seed = settings.router, settings.run.seed
 
     def score(maker: Maker) -> tuple[float, float] | None:
-        return None if scorer is None else _ranked(_means(scorer, maker, loaded.model.config))
+        if scorer is None:
+            return None
+        means = partial(_means, scorer, maker, loaded.model.config)
+        [found] = once("score", lambda: [np.array(means(), np.float64)])
+        return _ranked((float(found[0]), float(found[1])))
+
+    def learn_once(name: str, apply: Callable[[Llama, Any], Llama], start: Any, passes: int, learning_rate: float) -> Any:
+        asked, structure = () if scorer is None else prompts, jax.tree.structure(start)
+
+        def learnt() -> list[np.ndarray]:
+            found = learn(loaded.model, loaded.tokenizer, asked, seed, name, apply, start, passes, learning_rate)
+            return [np.asarray(leaf) for leaf in jax.tree.leaves(found)]
+
+        return jax.tree.unflatten(structure, [jnp.asarray(leaf) for leaf in once(name, learnt)])
 
     return Tuning(
         loaded.model,
@@ -241,7 +307,8 @@ def _tuning(
         router_batch=router.router_batch,
         channel_strings=settings.methods.channel_strings,
         score=score,
-        learn=partial(learn, loaded.model, loaded.tokenizer, () if scorer is None else prompts, seed),
+        learn=learn_once,
+        once=once,
     )
 
 
@@ -361,6 +428,7 @@ def _write(
     outcomes: Sequence[Any],
     slots: Sequence[tuple[int, int]],
     record: dict[str, Any],
+    elsewhere: Sequence[Measured],
 ) -> list[Grid | str]:
     """Write the folder and return the text to print."""
     positions = [position for _, position in slots]
@@ -378,8 +446,15 @@ def _write(
     table_rows, costs = rows(outcomes), "\n".join([*lines, *(f"\n{line}" for line in left_out)])
     compared = differences(record["methods"])
     text = f"{title}\n\n{markdown(table_rows, positions)}\n\n{compared}\n\n{costs}\n"
+    samples, tasks, shown = list(outcomes), list[str](), list[Grid | str]()
+    if elsewhere:
+        text += f"\n{other_tasks.sections(record['tuned_task'], record['methods'], elsewhere)}\n"
+        samples += [outcome for one in elsewhere for outcome in one.outcomes]
+        tasks = [record["tuned_task"]] * len(outcomes) + [one.title for one in elsewhere for _ in one.outcomes]
+        header_of_tasks, *by_method = other_tasks.table(record["tuned_task"], record["methods"], elsewhere)
+        shown = [Grid("tuned on the first task only", header_of_tasks, by_method), *other_tasks.notes(elsewhere)]
     with output.staged(settings.run.output_path) as folder:
-        write_samples(folder / "samples.jsonl", outcomes)
+        write_samples(folder / "samples.jsonl", samples, tasks)
         picture = u_curve(folder / "positions", positions, curves, title)[1]
         write_text(folder / "results.md", text)
         write_page(folder, "compare", f"Compare: {title}", settings, record, text, {"Accuracy by position": picture})
@@ -387,6 +462,7 @@ def _write(
     corrected = f"Holm's correction for all {len(outcomes) - 1} comparisons"
     return [
         position_table(table_rows, positions, title),
+        *shown,
         Grid("costs", header, cells),
         *left_out,
         f"p is against the baseline, over questions; results.md has it after {corrected}, too. "

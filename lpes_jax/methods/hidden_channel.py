@@ -91,13 +91,18 @@ def hidden_channel(channel: int, factor: float = 0.0, layers: tuple[int, int] | 
 def choices(tuning: Tuning) -> list[Choice]:
     """The paper's order: positional channels with factor 0, then the other factors of the best one."""
     count = max(1, min(10, tuning.budget - len(FACTORS[1:])))
-    channels = positional_channels(tuning.model, tuning.tokenizer, tuning.seed, count, tuning.channel_strings)
+
+    def found() -> list[np.ndarray]:
+        channels = positional_channels(tuning.model, tuning.tokenizer, tuning.seed, count, tuning.channel_strings)
+        return [np.array(channels, np.int32)]
+
+    [channels] = tuning.once("hidden_channel", found)
 
     def choice(channel: int, factor: float, *then: Choice) -> Choice:
         return Choice(f"channel {channel}, factor {factor:g}", hidden_channel(channel, factor), then)
 
     more = FACTORS[1:][: tuning.budget - len(channels)]
-    return [choice(channel, FACTORS[0], *(choice(channel, factor) for factor in more)) for channel in channels]
+    return [choice(channel, FACTORS[0], *(choice(channel, factor) for factor in more)) for channel in channels.tolist()]
 
 
 def middle_layers(num_layers: int) -> tuple[int, int]:

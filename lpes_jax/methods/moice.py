@@ -145,8 +145,13 @@ def choices(tuning: Tuning) -> list[Choice]:
     """The given router, or one that is trained here."""
     if tuning.router is not None:
         return [Choice(str(tuning.router), moice(Router.load(tuning.router)))]
-    windows = tuning.text(min(512, tuning.model.config.max_position_embeddings))
-    router, _ = train_router(tuning.model, windows, steps=tuning.router_steps, batch=tuning.router_batch, seed=tuning.seed)
+
+    def weights() -> list[np.ndarray]:
+        windows = tuning.text(min(512, tuning.model.config.max_position_embeddings))
+        router, _ = train_router(tuning.model, windows, steps=tuning.router_steps, batch=tuning.router_batch, seed=tuning.seed)
+        return [np.asarray(getattr(router, name)) for name in _LEAVES]
+
+    router = Router(*map(jnp.asarray, tuning.once("moice", weights)), bases=BASES)
     return [Choice(f"router trained on {tuning.text_from}", moice(router))]
 
 

@@ -170,6 +170,28 @@ def by_task(tasks: Mapping[str, Mapping[str, float]]) -> str:
     return markdown_table(lines)
 
 
+def across_tasks(tasks: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    """Methods (rows) by tasks (columns), in lines of cells; the first line is the header.
+
+    `tasks`: by title, the methods' figures as in `results.json`. The first task has all methods; of another, those without
+    figures were refused.
+    """
+    lines = [["accuracy on", *tasks]]
+    for name in next(iter(tasks.values())):
+        cells = [name]
+        for methods in tasks.values():
+            if (figures := methods.get(name)) is None:
+                cells.append("refused")
+                continue
+            error = figures["acc_stderr,none"]
+            cell = f"{100 * figures['acc,none']:.1f} ± {'-' if error is None else f'{100 * error:.1f}'}"
+            if (compared := figures.get("against_baseline")) is not None:
+                cell += f" ({100 * compared['difference']:+.1f}, p {_p(compared['p_holm'])})"
+            cells.append(cell)
+        lines.append(cells)
+    return lines
+
+
 def _difference(compared: Mapping[str, Any]) -> str:
     low, high = compared["interval"]
     return f"{100 * compared['difference']:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"

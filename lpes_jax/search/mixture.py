@@ -15,6 +15,9 @@
 
 A block has the flags of its task, with underscores or hyphens. A task may have several blocks, with other data or settings.
 Errors are one line and name the file, the block and the key.
+
+The verb compare reads `--other-tasks FILE` in the same form (`other_parts`). Nothing is tuned on these tasks, so their blocks
+have no limit and no weight.
 """
 
 import re
@@ -39,8 +42,30 @@ from lpes_jax.text_files import read_text
 
 GENERATED = ("kv", "needle")  # tasks that need no file
 _OWN = {"limit": int, "test_limit": int, "weight": int | float}
+_ONLY_SEARCHED = ("limit", "weight")
 _WEIGHT = Bound(0, 1e9, "beside the other tasks' weights", above=True)
 _WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", Path: "a path as text"}
+
+
+@dataclass(frozen=True)
+class _Use:
+    """What the tasks of a file are used for. The texts end error messages, after the name of the task."""
+
+    flag: str
+    keys: Mapping[str, Any]  # of a block itself, with their types
+    perplexity: str
+    repeated: str
+
+
+_SEARCHED = _Use(
+    "--mixture", _OWN, "has no questions to search on; use --text for its text", "give it once, with a higher weight"
+)
+_MEASURED = _Use(
+    "--other-tasks",
+    {key: hint for key, hint in _OWN.items() if key not in _ONLY_SEARCHED},
+    "has no positions to compare; use evaluate",
+    "the tuned task and the other tasks must differ",
+)
 
 
 @dataclass(frozen=True)
@@ -158,21 +183,59 @@ def _from_file(flags: TaskSettings, path: Path, limit: int, test_limit: int, mor
         raise UserError(
             f"--mixture {path} defines the tasks, so --{_hyphens(named[0])} cannot be a flag; write it into the file's blocks"
         )
-    folder = flags.data_folder or path.parent
-    if not folder.is_dir():
-        raise UserError(f"--data-folder {folder}: no such folder; paths in --mixture are relative to it")
     parts: list[Part] = []
-    for number, block in enumerate(_blocks(path), 1):
-        where = f"--mixture {path}, block {number}"
-        name, own, settings = _read(block, where, folder)
+    _add_blocks(parts, _SEARCHED, path, flags.data_folder, limit, test_limit, more)
+    return Mixture(tuple(parts))
+
+
+def other_parts(
+    path: Path, flags: TaskSettings, tuned: Task[Any], limit: int, test_limit: int, **more: Any
+) -> tuple[Part, tuple[Part, ...]]:
+    """The tasks of `compare --other-tasks`, on which nothing is tuned.
+
+    Args:
+        path: The file.
+        flags: The flags of tasks.
+        tuned: The task that they ask for, which the file must not contain.
+        limit: Search examples of the tuned task.
+        test_limit: Held-out questions of the tuned task, and of a block without its own test_limit.
+        more: Settings for every task that has them.
+
+    Returns:
+        The tuned task as a part, and the others. All titles differ.
+
+    Raises:
+        UserError: The file is not a list of tasks, or a task is invalid.
+    """
+    settings = given(flags)
+    parts = [Part(_title(tuned.name, tuned, settings), tuned, limit, test_limit, 1.0, f"--task {tuned.name}", settings)]
+    _add_blocks(parts, _MEASURED, path, flags.data_folder, 0, test_limit, more)
+    return parts[0], tuple(parts[1:])
+
+
+def _add_blocks(
+    parts: list[Part],
+    use: _Use,
+    path: Path,
+    data_folder: Path | None,
+    limit: int,
+    test_limit: int,
+    more: Mapping[str, Any],
+) -> None:
+    """Append the tasks of a file to `parts`."""
+    folder = data_folder or path.parent
+    if not folder.is_dir():
+        raise UserError(f"--data-folder {folder}: no such folder; paths in {use.flag} are relative to it")
+    for number, block in enumerate(_blocks(use.flag, path), 1):
+        where = f"{use.flag} {path}, block {number}"
+        name, own, settings = _read(block, where, folder, use)
         where = f"{where} ({name})"
         for key, value in own.items():
             check_number(
                 f"{where}: {key}", value, _WEIGHT if key == "weight" else BOUNDS[key], float if key == "weight" else int
             )
         sizes = own.get("limit", limit), own.get("test_limit", test_limit)
-        _add(parts, name, settings, *sizes, float(own.get("weight", 1.0)), where, more)
-    return Mixture(tuple(parts))
+        _add(parts, name, settings, *sizes, float(own.get("weight", 1.0)), where, more, use)
 
 
 def _add(
@@ -184,17 +247,18 @@ def _add(
     weight: float,
     where: str,
     more: Mapping[str, Any],
+    use: _Use = _SEARCHED,
 ) -> None:
     """Append the tasks of one block to `parts`."""
     if name == "perplexity":
-        raise UserError(f"{where}: perplexity has no questions to search on; use --text for its text")
+        raise UserError(f"{where}: perplexity {use.perplexity}")
     try:
         tasks = make_tasks(name, settings, **more)
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
     for task in tasks:
         if same := next((part for part in parts if part.task == task), None):
-            raise UserError(f"{where}: the task {same.title!r} is repeated; give it once, with a higher weight")
+            raise UserError(f"{where}: the task {same.title!r} is repeated; {use.repeated}")
         lengths = {key: _length_of(task, key) for key in LENGTHS if key in settings}
         title = _title(name, task, settings)
         same_titles = sum(part.title.split(" #")[0] == title for part in parts)
@@ -225,25 +289,25 @@ def _title(name: str, task: Any, settings: Mapping[str, Any]) -> str:
     return ", ".join([head, *shown])
 
 
-def _blocks(path: Path) -> list[dict[str, Any]]:
+def _blocks(flag: str, path: Path) -> list[dict[str, Any]]:
     try:
         content = tomllib.loads(read_text(path))
     except tomllib.TOMLDecodeError as error:
-        raise UserError(f"--mixture {path}: not TOML ({error})") from error
+        raise UserError(f"{flag} {path}: not TOML ({error})") from error
     except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(
-            f"--mixture {path}: cannot be read ({reason}); give a TOML file with one [[task]] block per task"
+            f"{flag} {path}: cannot be read ({reason}); give a TOML file with one [[task]] block per task"
         ) from error
     if other_keys := [key for key in content if key != "task"]:
-        raise UserError(f"--mixture {path}: {other_keys[0]} is not allowed; the file has only [[task]] blocks")
+        raise UserError(f"{flag} {path}: {other_keys[0]} is not allowed; the file has only [[task]] blocks")
     blocks = content.get("task", [])
     if not isinstance(blocks, list) or not blocks or not all(isinstance(block, dict) for block in blocks):
-        raise UserError(f"--mixture {path}: has no [[task]] block; give one per task, with its name as task")
+        raise UserError(f"{flag} {path}: has no [[task]] block; give one per task, with its name as task")
     return blocks
 
 
-def _read(block: dict[str, Any], where: str, folder: Path) -> tuple[str, dict[str, Any], dict[str, Any]]:
+def _read(block: dict[str, Any], where: str, folder: Path, use: _Use) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """A block's task, the keys of the block itself (limit, test_limit, weight), and the task's settings."""
     name = block.get("task")
     if name not in TASKS:
@@ -258,9 +322,11 @@ def _read(block: dict[str, Any], where: str, folder: Path) -> tuple[str, dict[st
             continue
         if setting in values:
             raise UserError(f"{where} ({name}): {key} is repeated, with a hyphen and with an underscore; give it once")
-        hint = (_OWN | known).get(setting)
+        hint = ({**use.keys} | known).get(setting)
+        if hint is None and setting in _OWN:
+            raise UserError(f"{where} ({name}): {key} is for a search, and nothing is tuned on other tasks; remove it")
         if hint is None:
-            raise UserError(f"{where} ({name}): {key} is not one of its keys: task, {', '.join([*_OWN, *known])}")
+            raise UserError(f"{where} ({name}): {key} is not one of its keys: task, {', '.join([*use.keys, *known])}")
         try:
             values[setting] = _typed(value, hint, folder)
             if isinstance(values[setting], Path):

@@ -24,6 +24,10 @@ class MethodsSettings(Settings):
     budget: int = 16
     """Settings that may be tried for a method.
     seal: passes over the search questions."""
+    other_tasks: Path | None = None
+    """A TOML file of tasks on which nothing is tuned: every method is measured there too.
+    It has a block [[task]] for each, as in search --mixture: task = its name, its flags by their names, and optionally its own
+    test_limit (default: --test-limit)."""
     repeats: int = rare(20)
     """Rounds of the timing."""
     channel_strings: int = rare(200)

@@ -34,7 +34,8 @@ class TaskSettings(Settings):
     It has a block [[task]] for each: task = its name, its flags by their names, and optionally its own limit, test_limit and
     weight."""
     data_folder: Path | None = rare(None)
-    """search: the folder that paths in --mixture start from (default: the file's own)."""
+    """The folder that paths in --mixture or --other-tasks start from.
+    Default: the file's own."""
     data: Path | None = when(
         None, task=("kv", "mdqa", "niah", "cwe", "many_shot", "zero_scrolls", "l_eval", "mmlu", "ceval", "perplexity")
     )

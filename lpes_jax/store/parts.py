@@ -47,7 +47,7 @@ class Parts:
             UserError: The folder has parts and neither flag is set, or they cannot be resumed.
         """
         self.path, self._folder, self._config = folder / "unfinished", folder, json.loads(json.dumps(config))
-        self._begun = self.path / "begun.json"
+        self._begun, self._is_new = self.path / "begun.json", not folder.exists()
         self._lock: IO[str] | None = None
         exists = self.path.exists()
         if resume and not exists:
@@ -100,6 +100,14 @@ class Parts:
         self._begun.unlink(missing_ok=True)
         self.close()
         shutil.rmtree(self.path)
+
+    def discard(self) -> None:
+        """Remove the files, and the output folder if this run made it. Call this if the run turns out to be impossible."""
+        if self._lock is not None:
+            self.drop()
+            if self._is_new:
+                with contextlib.suppress(OSError):  # another command wrote into it
+                    self._folder.rmdir()
 
     def interruptible(self) -> contextlib.AbstractContextManager[None]:
         """On SIGINT or SIGTERM in here, print how to continue."""

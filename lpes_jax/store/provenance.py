@@ -18,6 +18,7 @@ DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 PATHS = (
     *("settings.model", "model.name", "settings.data", "settings.text", "settings.initial_factors"),
     *("settings.factors", "settings.router", "settings.mixture", "settings.data_folder"),
+    "settings.other_tasks",
 )
 
 
@@ -82,6 +83,8 @@ def flag_of(key: str) -> str:
     """The user's name for an entry of a flattened config."""
     if key.startswith("settings."):
         return "--" + key.removeprefix("settings.").replace("_", "-")
+    if key.startswith("other_tasks."):
+        return "--other-tasks, task " + key.removeprefix("other_tasks.").replace(".", ": ", 1)
     if key.startswith("sha256."):
         name = key.removeprefix("sha256.")
         return {"prompts": "questions", "start": "a start"}.get(name, f"--{name}") + " with sha256"
