@@ -6,6 +6,7 @@ measured on a task's prompts is refused there, with a reason, and stays in the c
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from lpes_jax.errors import UserError
@@ -58,6 +59,11 @@ class Measured:
         """The task's title."""
         return self.task.part.title
 
+    @cached_property
+    def methods(self) -> dict[str, dict[str, Any]]:
+        """The figures of each method that was measured."""
+        return figures_of(self.outcomes, self.task.slots)
+
     def record(self) -> dict[str, Any]:
         """The entry of `other_tasks` in `results.json`."""
         return {
@@ -65,7 +71,7 @@ class Measured:
             "task": self.task.part.task.name,
             "settings": self.task.record(),
             "questions": len(self.outcomes[0].main),
-            "methods": figures_of(self.outcomes, self.task.slots),
+            "methods": self.methods,
             "refused": dict(self.refused),
             "prompts_sha256": prompts_sha256(self.outcomes[0].prompts),
         }
@@ -141,7 +147,7 @@ def forget(tasks: Sequence[OtherTask], method: str, kept: Parts) -> None:
 def table(title: str, methods: Mapping[str, Any], measured: Sequence[Measured]) -> list[list[str]]:
     """The table of all tasks, in lines of cells: the tuned task's `title` and its methods' figures, then the others."""
     figures = {f"{title} (tuned)": methods}
-    return across_tasks(figures | {one.title: figures_of(one.outcomes, one.task.slots) for one in measured})
+    return across_tasks(figures | {one.title: one.methods for one in measured})
 
 
 def notes(measured: Sequence[Measured]) -> list[str]:
@@ -163,6 +169,6 @@ def sections(title: str, methods: Mapping[str, Any], measured: Sequence[Measured
         found += [
             f"{one.title}, {len(one.outcomes[0].main)} held-out questions, nothing tuned on them",
             markdown(rows(one.outcomes), positions),
-            differences(figures_of(one.outcomes, one.task.slots)),
+            differences(one.methods),
         ]
     return "\n\n".join(text for text in found if text)

@@ -4,6 +4,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -93,45 +94,43 @@ def run_comparison(settings: CompareSettings) -> dict[str, Any]:
     started = time.time()
     names = check(settings)
     output.check(settings.run.output_path, "compare", overwrite=settings.run.overwrite, resume=settings.run.resume)
-    task, tuned_title, parts = tasks_asked(settings)
-    searched = task.examples("search", settings.questions.limit, settings.run.seed)
-    held_out = task.examples("test", settings.questions.test_limit, settings.run.seed)
-    others = other_tasks.with_questions(parts, settings)
+    task, title, others = tasks_asked(settings)
+    asked = _Asked(
+        task,
+        title,
+        task.examples("search", settings.questions.limit, settings.run.seed),
+        task.examples("test", settings.questions.test_limit, settings.run.seed),
+        other_tasks.with_questions(others, settings),
+    )
     found = None if settings.factors.factors is None else LayerFactors.load(settings.factors.factors)
     loaded = load(settings.run.model, settings.devices.dtype, weight_format=settings.devices.weight_format)
     factors_model = None
     if found is not None:
         factors_model = check_loaded(found, loaded, str(settings.factors.factors), settings.factors.other_model)
-    config, run = _config(settings, loaded, found, others), settings.run
+    config, run = _config(settings, loaded, found, asked.others), settings.run
     with Parts(run.output_path, config, PARTS, run.resume, run.overwrite) as kept:
         with kept.interruptible():
-            record, shown = _compared(
-                settings,
-                names,
-                task,
-                tuned_title,
-                searched,
-                held_out,
-                others,
-                loaded,
-                found,
-                factors_model,
-                kept,
-                started,
-            )
+            record, shown = _compared(settings, names, asked, loaded, found, factors_model, kept, started)
         kept.drop()
     show(*shown)
     return record
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """The tuned task, its title beside other tasks, its questions, and the other tasks."""
+
+    task: Any
+    title: str
+    searched: Sequence[Any]
+    held_out: Sequence[Any]
+    others: Sequence[OtherTask]
+
+
 def _compared(
     settings: CompareSettings,
     names: Sequence[str],
-    task: Any,
-    tuned_title: str,
-    searched: Sequence[Any],
-    held_out: Sequence[Any],
-    others: Sequence[OtherTask],
+    asked: _Asked,
     loaded: Loaded,
     found: LayerFactors | None,
     factors_model: dict[str, Any] | None,
@@ -139,6 +138,7 @@ def _compared(
     started: float,
 ) -> tuple[dict[str, Any], list[Grid | str]]:
     """The content of `results.json`, after all files are written, and the text to print."""
+    task, held_out, others = asked.task, asked.held_out, asked.others
     slots = slots_of(task, settings.questions.positions if task.num_items > 1 else (0,))
     config, refused = loaded.model.config, {}
     measured = partial(
@@ -157,7 +157,7 @@ def _compared(
         on_outcome=lambda outcome: kept.keep("measured", outcome.candidate.name, record_of(outcome)),
     )
     choices: dict[str, list[Choice]] = {}
-    prompts = _search_prompts(settings, loaded, task, searched, slots)
+    prompts = _search_prompts(settings, loaded, task, asked.searched, slots)
     scorer = _scorer(settings, loaded, task, prompts)
     tuning = _tuning(settings, loaded, found, scorer, prompts, Learnt(kept))
 
@@ -220,7 +220,7 @@ def _compared(
         }
     record |= {"refused": refused, "resumed": settings.run.resume}
     if elsewhere:
-        record |= {"tuned_task": tuned_title, "other_tasks": [one.record() for one in elsewhere]}
+        record |= {"tuned_task": asked.title, "other_tasks": [one.record() for one in elsewhere]}
     return record, _write(settings, loaded, title_of(settings.task, task), outcomes, slots, record, elsewhere)
 
 
