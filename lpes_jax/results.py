@@ -74,9 +74,21 @@ def results_record(
         "results": {task.name: {"alias": task.name, **methods[last.candidate.name]}},
         "methods": methods,
         "n-samples": {task.name: {"original": len(last.main) + left_out, "effective": len(last.main)}},
+        "prompts_sha256": prompts_sha256(last.prompts),
+        **run_record(config, started),
+    }
+
+
+def run_record(config: dict[str, Any], started: float) -> dict[str, Any]:
+    """What `results.json` says of the run: settings, hash of the data, environment, date, duration and compilations.
+
+    Args:
+        config: The settings, as in `results_record`.
+        started: The run's start, in seconds as in `time.time`.
+    """
+    return {
         "config": config,
         "data_sha256": None if config.get("data") is None else content_sha256(Path(config["data"])),
-        "prompts_sha256": prompts_sha256(last.prompts),
         **environment(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "total_evaluation_time_seconds": round(time.time() - started, 3),

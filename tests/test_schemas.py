@@ -52,7 +52,7 @@ def test_factors_that_break_the_format_are_noticed(change, tmp_path):
     assert faults("factors", tmp_path / "factors.json")
 
 
-@pytest.mark.parametrize("name", ["results", "methods", "versions", "devices"])
+@pytest.mark.parametrize("name", ["results", "methods", "versions", "devices", "date"])
 def test_results_without_a_part_are_noticed(name, tmp_path):
     record = json.loads((RESULTS / "smollm2_evaluate/results.json").read_text(encoding="utf-8"))
     del record[name]

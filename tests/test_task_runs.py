@@ -1,8 +1,10 @@
 """Every kind of task through the verbs: the folder's figures against figures computed again from the outputs."""
 
 import csv
+import hashlib
 import json
 import math
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +111,7 @@ def test_options_are_decided_by_likelihood(tmp_path, model_folder, choices):
 
 
 def test_perplexity_is_that_of_the_logits(tmp_path, model_folder):
+    started = datetime.now(UTC).replace(microsecond=0)
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 12)
     flags = ["--model", model_folder, "--task", "perplexity", "--data", text, "--window", 64, "--stride", 32, "--split", "all"]
@@ -122,6 +125,8 @@ def test_perplexity_is_that_of_the_logits(tmp_path, model_folder):
         nlls += [-log_p[index - 1, window.ids[index]] for index in range(first, 64)]
     check_folder(folder, "results.json")
     figures = results(folder)
+    assert datetime.fromisoformat(figures["date"]) >= started and figures["config"]["window"] == 64
+    assert figures["data_sha256"] == hashlib.sha256(text.read_bytes()).hexdigest()
     assert figures["results"]["perplexity"]["perplexity,none"] == pytest.approx(math.exp(np.mean(nlls)), rel=1e-5)
     assert figures["scored_tokens"] == len(nlls) and len(figures["methods"]["baseline"]["perplexity_by_position"]) == 8
 

@@ -16,7 +16,6 @@ from lpes_jax.mesh import mesh_of
 from lpes_jax.models.llama import Loaded
 from lpes_jax.models.llama.method import table_method
 from lpes_jax.models.llama.model import Llama, check_ids
-from lpes_jax.store.provenance import environment
 from lpes_jax.tasks.perplexity import Perplexity, Window, mean_nll, perplexity, perplexity_by_position
 from lpes_jax.tasks.prompts import Split
 from lpes_jax.text_nll import token_nll
@@ -41,7 +40,7 @@ def measure_perplexity(
         batch_size: Windows per pass and device; None means 1.
 
     Returns:
-        The contents of `results.json`, and a line of text for each candidate.
+        The figures of `results.json`, and a line of text for each candidate.
 
     Raises:
         UserError: The text is too short, the model does not have an id, or logits are not finite.
@@ -67,7 +66,6 @@ def measure_perplexity(
         "methods": methods,
         "n-samples": {task.name: {"original": len(everything), "effective": len(windows)}},
         "scored_tokens": tokens,
-        **environment(),
     }
     return record, lines
 

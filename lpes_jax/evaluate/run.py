@@ -17,7 +17,7 @@ from lpes_jax.report.html import write_page
 from lpes_jax.report.plots import depth_by_length, u_curve
 from lpes_jax.report.progress import SearchProgress
 from lpes_jax.report.tables import Grid, differences, markdown, position_table, show
-from lpes_jax.results import figures_of, results_record, rows, write_samples
+from lpes_jax.results import figures_of, results_record, rows, run_record, write_samples
 from lpes_jax.same_model import check_loaded
 from lpes_jax.settings.evaluate import EvaluateSettings
 from lpes_jax.store import output
@@ -64,9 +64,9 @@ def run_evaluation(settings: EvaluateSettings) -> list[Outcome]:
         )
         if not hosts.is_first():
             return []
-        results |= {"data_sha256": content_sha256(Path(settings.task.data))} if settings.task.data else {}
+        results |= run_record(_record(settings, loaded, None, factors_model), started)
         with output.staged(settings.run.output_path) as folder:
-            write_json(folder / "results.json", results | _record(settings, loaded, None, factors_model))
+            write_json(folder / "results.json", results)
         show(*lines, f"results: {settings.run.output_path}")
         return []
     chat = make_chat(loaded.tokenizer, **settings.prompt.flat())

@@ -358,7 +358,7 @@ def test_perplexity_says_so_too(folders, factors_file, tmp_path):
     with pytest.raises(lj.UserError, match="found for another model"):
         lj.run_evaluation(settings)
     lj.run_evaluation(settings.replace(other_model=True))
-    assert json.loads((tmp_path / "out/results.json").read_text())["factors_model"]["other_model"] is True
+    assert json.loads((tmp_path / "out/results.json").read_text())["config"]["factors_model"]["other_model"] is True
 
 
 def test_a_search_records_its_model_and_takes_anothers_start_where_that_is_asked_for(folders, factors_file, tmp_path, capsys):
