@@ -456,8 +456,19 @@ def presets() -> str:
     return table(["preset", "as it is", "found factors", "p"], rows)
 
 
+def demo() -> str:
+    """What `make demo` prints: accuracy by position on held-out questions."""
+    found = path_record("two_cores")["figures"].get("demo", {})
+    rows = []
+    for method in ("baseline", "uniform", "pi", "lpes"):
+        if method in found:
+            by_position = (f"{100 * value:.0f}" for value in found[method]["acc_by_position"].values())
+            rows.append([method, *by_position, percent(found[method])])
+    return table(["", *(f"{position} %" for position in (0, 25, 50, 75, 100)), "mean"], rows)
+
+
 def sizes() -> str:
-    """Time, and the memory of the largest process, of the README's commands; by model."""
+    """Time, and the memory of the largest process, of the README's commands, by model."""
     path, others = (path_record(name) for name in ("two_cores", "more_models"))
     commands = ("make demo", "doctor", "profile", "search", "evaluate", "export")
     runs = [taken for run in path["runs"] for taken in run]
@@ -476,14 +487,20 @@ def sizes() -> str:
         ["135M, an H200, 60 steps", "-", "-", "-", f"{new['command_seconds']:.0f} s, {new['peak_gigabytes']:.1f} GB", "-", "-"]
     )
     rows.append(["135M, the searches of the table above", "-", "-", "-", f"{min(looks):.0f} to {max(looks):.0f} s", "-", "-"])
-    rows.append(["7B", *["-"] * len(commands)])
-    return table(["", *commands], rows)
+    return table(*measured(["", *commands], rows))
+
+
+def measured(head: Sequence[str], rows: Iterable[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
+    """A table's head and rows without the rows and columns that have only "-" beside their titles."""
+    rows = [row for row in rows if any(cell != "-" for cell in row[1:])]
+    kept = [index for index in range(len(head)) if index == 0 or any(row[index] != "-" for row in rows)]
+    return [head[index] for index in kept], [[row[index] for index in kept] for row in rows]
 
 
 def path_record(name: str) -> dict[str, Any]:
     """What `readme_path.py` measured; nothing if it has not run."""
     path = f"readme_path/{name}.json"
-    return record(path) if (RESULTS / path).exists() else {"runs": [], "models": {}}
+    return record(path) if (RESULTS / path).exists() else {"runs": [], "models": {}, "figures": {}}
 
 
 def _took(taken: list[dict[str, Any]]) -> str:
@@ -526,6 +543,6 @@ TABLES: dict[str, Callable[[], str]] = {
         *(results, changes_smollm2, changes_qwen, text_smollm2, controls, transfer),
         *(table01, table01_by_position, table02, table03, table04, table05, table06, table07, table08, table10),
         *(table11, table11_appendix, table15, table16, table17, figure05, slips, uniform_sweep),
-        *(bundled, presets, sizes, scaling, shared_prefixes),
+        *(bundled, presets, demo, sizes, scaling, shared_prefixes),
     )
 }

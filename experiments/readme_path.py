@@ -97,18 +97,15 @@ def main() -> None:
         told = subprocess.run(
             [clone / ".venv/bin/python", "-c", VERSIONS], cwd=clone, check=True, capture_output=True, text=True
         )
-        results = {
+        figures = {
             name: json.loads((clone / f"runs/{name}/results.json").read_text(encoding="utf-8"))["methods"]
             for name in ("demo", "check")
-        }
-        accuracy = {
-            name: {method: figures["acc,none"] for method, figures in methods.items()} for name, methods in results.items()
         }
         record = {
             "what": "the README's commands on a fresh clone, in order; memory: of the largest process",
             "kept_cache": given.keep_cache,
             **machine(json.loads(told.stdout)),
-            "accuracy": accuracy,
+            "figures": figures,
             "runs": runs,
         }
         write(given.name, record)

@@ -83,6 +83,14 @@ def test_a_changed_record_changes_its_table(tmp_path: Path, monkeypatch: pytest.
     assert page_figures.renewed(page) == page.replace(old, page_tables.scaling())
 
 
+def test_what_was_not_measured_has_no_row_and_no_column(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    rows = [["a", "-", "1 s", "-"], ["b", "-", "-", "-"], ["c", "-", "-", "2 s"]]
+    assert page_tables.measured(["", "x", "y", "z"], rows) == (["", "y", "z"], [["a", "1 s", "-"], ["c", "-", "2 s"]])
+    monkeypatch.setattr(page_tables, "path_record", lambda name: {"runs": [], "models": {}, "figures": {}})
+    head, _, *lines = page_tables.sizes().splitlines()
+    assert head == "|  | search |" and lines and all(line.startswith("| 135M, ") and "| - |" not in line for line in lines)
+
+
 @pytest.mark.parametrize(
     "text", ["takes 92 s.", "9.5 GB of memory", "rises by 12 points", "27 % of", "under three minutes", "70 ± 2"]
 )
