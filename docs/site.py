@@ -1,8 +1,8 @@
 """The pages of the site (mkdocs.yml): the repository's Markdown files, and reference pages made from the code.
 
 mkdocs calls `on_files`. Every file has its path in the repository, so that links between files are those that work there, and
-`mkdocs build --strict` checks them. What a page links to and no page shows (JSON, TOML, code) is copied. The notebook is run;
-its page shows what it printed and drew, and a cell that fails ends the build.
+`mkdocs build --strict` checks them. What a page links to and no page shows (JSON, TOML, code) is copied. The notebook is run
+(unless RUN_NOTEBOOK is false): its page shows what it printed and drew, and a cell that fails ends the build.
 """
 
 import base64
@@ -49,7 +49,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         found[f"reference/{verb}.md"] = File.generated(config, f"reference/{verb}.md", content=flags_page(verb))
     for name, content in {"glossary": glossary_page(), "fields": fields_page()}.items():
         found[f"reference/{name}.md"] = File.generated(config, f"reference/{name}.md", content=content)
-    for name, content in notebook_files(ROOT / "docs/tutorials/demo.ipynb").items():
+    for name, content in notebook_files(ROOT / "docs/tutorials/demo.ipynb", config.extra["run_notebook"]).items():
         found[name] = File.generated(config, name, content=content)
     found["reference/python.md"] = File.generated(config, "reference/python.md", content=python_page())
     return Files(list(found.values()))
@@ -145,12 +145,13 @@ def _type(field: dict[str, Any]) -> str:
     return kinds if isinstance(kinds, str) else " or ".join(dict.fromkeys(kinds))
 
 
-def notebook_files(path: Path) -> dict[str, str | bytes]:
-    """Run a notebook, in build/notebook; its page in Markdown, and its pictures, by their paths in the site."""
-    folder = ROOT / "build" / "notebook"
-    folder.mkdir(parents=True, exist_ok=True)
+def notebook_files(path: Path, is_run: bool) -> dict[str, str | bytes]:
+    """A notebook's page in Markdown, and its pictures, by their paths in the site; `is_run`: after a run in build/notebook."""
     notebook = nbformat.read(path, as_version=4)
-    NotebookClient(notebook, timeout=1200, kernel_name="python3", resources={"metadata": {"path": str(folder)}}).execute()
+    if is_run:
+        folder = ROOT / "build" / "notebook"
+        folder.mkdir(parents=True, exist_ok=True)
+        NotebookClient(notebook, timeout=1200, kernel_name="python3", resources={"metadata": {"path": str(folder)}}).execute()
     stem = path.relative_to(ROOT).with_suffix("").as_posix()
     parts, pictures = [], {}
     for cell in notebook.cells:

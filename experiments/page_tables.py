@@ -457,10 +457,10 @@ def presets() -> str:
 
 
 def demo() -> str:
-    """What `make demo` prints: accuracy by position on held-out questions."""
+    """Of what `make demo` prints: accuracy by position on held-out questions."""
     found = path_record("two_cores")["figures"].get("demo", {})
     rows = []
-    for method in ("baseline", "uniform", "pi", "lpes"):
+    for method in ("baseline", "uniform", "lpes"):
         if method in found:
             by_position = (f"{100 * value:.0f}" for value in found[method]["acc_by_position"].values())
             rows.append([method, *by_position, percent(found[method])])
