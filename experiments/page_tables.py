@@ -107,7 +107,7 @@ def _changes(folder: str, methods: dict[str, str], titles: dict[str, str]) -> st
     for target, title in titles.items():
         figures = {method: found[method][target] for method in methods}
         cells = (
-            "{:+.1f} ({:+.1f} to {:+.1f})".format(*(100 * value for value in (f["difference"], *f["interval"])))
+            "{:+.1f}<br>({:.1f} to {:.1f})".format(*(100 * value for value in (f["difference"], *f["interval"])))
             for f in figures.values()
         )
         rows.append([title, f"{100 * next(iter(figures.values()))['baseline']:.1f}", *cells])
@@ -473,9 +473,9 @@ def sizes() -> str:
     commands = ("make demo", "doctor", "profile", "search", "evaluate", "export")
     runs = [taken for run in path["runs"] for taken in run]
     ours = {name: [taken for taken in runs if re.search(rf"(^|lpes_jax\.){name}( |$)", taken["command"])] for name in commands}
-    rows = [["135M, two CPU cores, these commands", *(_took(ours[name]) for name in commands)]]
+    rows = [["135M, two busy CPU cores, these commands", *(_took(ours[name]) for name in commands)]]
     for title, found in others["models"].items():
-        rows.append([f"{title}, two CPU cores", *(_took([found[name]] if name in found else []) for name in commands)])
+        rows.append([f"{title}, two busy CPU cores", *(_took([found[name]] if name in found else []) for name in commands)])
     looks = [
         record(f"gains/smollm2_kl/{kind}_seed{seed}.json")["search"]["looks"][-1]["seconds"]
         for kind in ("gains", "both")
