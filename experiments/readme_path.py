@@ -124,7 +124,7 @@ def measure_models(models: dict[str, str]) -> None:
             taken = run(ROOT, lines, dict(os.environ))
         shown = {verb: {"command": f"python -m lpes_jax.{verb} --model {Path(model).name}"} for verb in flags}
         found[title] = {verb: entry | shown[verb] for verb, entry in zip(flags, taken, strict=True)}
-    write("more_models", {"what": "doctor, and export of random gains", **machine(environment()), "models": found})
+        write("more_models", {"what": "doctor, and export of random gains", **machine(environment()), "models": found})
 
 
 def machine(software: dict[str, Any]) -> dict[str, Any]:
