@@ -136,6 +136,20 @@ def tiny_model(tiny_config: LlamaConfig) -> Llama:
     return nnx.merge(graph, state)
 
 
+@pytest.fixture(autouse=True)
+def tiny_model_stays(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that changes the session's tiny model in place fails: later tests would see another model."""
+    if "tiny_model" not in request.fixturenames:
+        yield
+        return
+    model = request.getfixturevalue("tiny_model")
+    before = [model.config, *jax.tree.leaves(model)]
+    yield
+    after = [model.config, *jax.tree.leaves(model)]
+    same = len(before) == len(after) and all(old is new for old, new in zip(before, after, strict=True))
+    assert same, "the test changed the session's tiny_model in place; let it change nnx.clone(tiny_model)"
+
+
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Llama) -> Path:
     """The tiny model with a byte tokenizer, as a Hugging Face folder."""

@@ -1,11 +1,11 @@
 """What each test costs in CPU seconds, the processes that it starts included: wall time says little on a busy machine.
 
     python -m pytest -p durations --durations-json costs.json [tests/...]
-    python tests/durations.py costs.json... > tests/DURATIONS.md
+    python tests/durations.py costs.json... > table.md
 
 The first line writes JSON: for each test its CPU seconds (a fixture counts for the first test that uses it), its wall seconds,
-and how many programs were compiled in its own process, with the seconds of tracing, lowering and compiling. The second writes a
-table.
+and how many programs were compiled in its own process, with the seconds of tracing, lowering and compiling. With pytest-xdist
+each worker writes a file of its own: costs.gw0.json and so on. The second writes a table.
 """
 
 import json
@@ -76,6 +76,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if path := config.getoption("--durations-json"):
+        if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+            path = path.with_suffix(f".{worker}.json")
         config.pluginmanager.register(Durations(path.resolve()))
 
 

@@ -310,8 +310,7 @@ def test_groups_and_bands_of_one_shape_differ(tiny_model):
 
 def test_group_factors_reach_only_their_heads(tiny_model):
     """Silenced heads of group 1 leave a model in which the factors of group 1 do nothing, and those of group 0 do."""
-    graph, state = nnx.split(tiny_model)
-    silent = nnx.merge(graph, state)
+    silent = nnx.clone(tiny_model)
     silent.layers.output[...] = silent.layers.output[...].at[:, 3 * 8 :].set(0)
     tokens = tokens_of(1, 40)
     plain = lj.logits(silent, tokens)
@@ -383,9 +382,9 @@ def test_bfloat16_is_close_to_float32(tiny_model):
     assert short.dtype == jnp.float32
     short = np.asarray(short)
     errors = np.abs(short - exact).mean()
-    assert 0 < errors < 0.05 * exact.std()
+    assert 0 < errors < 0.1 * exact.std()
     top = np.sort(exact, axis=-1)
-    clear = top[..., -1] - top[..., -2] > 0.2 * exact.std()
+    clear = top[..., -1] - top[..., -2] > 0.3 * exact.std()
     assert clear.mean() > 0.3
     assert (short.argmax(-1) == exact.argmax(-1))[clear].mean() > 0.98
 

@@ -57,7 +57,7 @@ def test_each_line_says_what_scored_it_and_has_the_scores_of_the_8_bit_model(run
         for model in (with_eight_bits(tiny_model, "int8"), tiny_model)
     )
     np.testing.assert_allclose([line["fitness"] for line in lines], ours, rtol=0, atol=2e-4)
-    assert np.abs(ours - full).max() > 2e-3
+    assert np.abs(ours - full).max() > 0.05
 
 
 def test_held_out_figures_are_those_of_the_model_itself(run):
