@@ -9,8 +9,8 @@ from _pytest.mark import ParameterSet
 Value = TypeVar("Value")
 
 
-def mostly_long(values: Iterable[Value], *kept: Value) -> list[Value | ParameterSet]:
-    """All values, those that are not among `kept` marked `long`.
+def mostly_long(values: Iterable[Value], *kept: Value, names: int = 1) -> list[Value | ParameterSet]:
+    """All values, those that are not among `kept` marked `long`. With `names` above 1 a value is a tuple of so many arguments.
 
     Raises:
         ValueError: one of `kept` is no value.
@@ -18,4 +18,8 @@ def mostly_long(values: Iterable[Value], *kept: Value) -> list[Value | Parameter
     values = list(values)
     if unknown := [value for value in kept if value not in values]:
         raise ValueError(f"no such parameters: {unknown}")
-    return [value if value in kept else pytest.param(value, marks=pytest.mark.long) for value in values]
+    arguments = [value if names > 1 else (value,) for value in values]
+    return [
+        value if value in kept else pytest.param(*parts, marks=pytest.mark.long)
+        for value, parts in zip(values, arguments, strict=True)
+    ]

@@ -80,18 +80,20 @@ def test_search_leaves_its_folder_and_prints_its_table(searched):
     check_folder(folder, "config.json", "history.jsonl", "uniform.json", "factors.json", "results.json", "samples.jsonl")
 
 
-def test_a_complete_run_is_left_alone_and_one_with_factors_of_fewer_individuals_is_finished(searched, model_folder, tmp_path):
+def test_a_complete_run_is_left_alone_and_one_with_factors_of_fewer_individuals_is_finished(
+    searched, nursery, model_folder, tmp_path
+):
     folder = tmp_path / "run"
     shutil.copytree(searched[0], folder)
     command = ("search", "--model", model_folder, *SMALL, "--output-path", folder, "--resume")
     results = (folder / "results.json").read_bytes()
-    done = lpes(*command, **QUICKLY)
+    done = nursery.verb(*command)
     assert done.returncode == 0 and "is complete, nothing was done" in done.stdout + done.stderr, done.stderr
     assert (folder / "results.json").read_bytes() == results
     factors = json.loads((folder / "factors.json").read_text())
     assert factors["search"]["individuals"] == 8
     (folder / "factors.json").write_text(json.dumps(factors | {"search": factors["search"] | {"individuals": 7}}))
-    done = lpes(*command, **QUICKLY)
+    done = nursery.verb(*command)
     assert done.returncode == 0 and "nothing was done" not in done.stdout + done.stderr, done.stderr
     assert json.loads((folder / "factors.json").read_text())["search"]["individuals"] == 8
     assert (folder / "results.json").read_bytes() != results  # its date

@@ -159,7 +159,7 @@ class PromptSettings(Settings):
     apply_chat_template: bool = False
     """Ask in a chat, by the tokenizer's own template.
     The opener follows it."""
-    prompt_form: PromptForm | None = None
+    prompt_form: PromptForm | None = rare(None)
     """Ask in a chat by a known form: vicuna, stablebeluga or llama2.
     For models that were trained with it and whose files lack it."""
     system_prompt: str | None = rare(None)
@@ -256,7 +256,7 @@ class DeviceSettings(WeightSettings):
 
     dtype: Dtype = "auto"
     """float32, bfloat16, or auto: bfloat16 on a GPU, else float32."""
-    batch_size: int | None = None
+    batch_size: int | None = rare(None)
     """Prompts per forward pass and device (default: by memory)."""
 
 

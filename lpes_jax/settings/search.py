@@ -128,14 +128,14 @@ class SpaceSettings(Settings):
     """What the numbers of frequencies are: factor, multiplier or log.
     multiplier is 1 / factor, so that --min-factor, --max-factor and --initial-factor are multipliers, and 0 stops a frequency;
     log: factors and gains whose logarithms Adam moves (--algorithm gradient)."""
-    layers: str = ":"
+    layers: str = rare(":")
     """Layers that are scaled, as a slice; 2: skips the first two.
     The authors' released code does not scale the first two."""
     min_factor: float = when(0.5, learn=("factors", "both"))
     """Lowest factor."""
     max_factor: float = when(2.0, learn=("factors", "both"))
     """Highest factor."""
-    initial_factor: float = when(1.0, learn=("factors", "both"))
+    initial_factor: float = rare(1.0)
     """Factor of the first individual's control points (Eq. 8)."""
     min_gain: float = when(0.2, learn=("gains", "both"))
     """Lowest gain."""

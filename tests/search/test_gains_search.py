@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from selection import mostly_long
 
 from lpes_jax.errors import UserError
 from lpes_jax.factors import LayerFactors
@@ -171,7 +172,12 @@ def test_one_table_of_factors_or_of_multipliers(tiny_config):
 
 
 @pytest.mark.parametrize(
-    ("parameter", "box"), [("factor", "clip"), ("multiplier", "clip"), ("log", "clip"), ("factor", "sigmoid")]
+    ("parameter", "box"),
+    mostly_long(
+        [("factor", "clip"), ("multiplier", "clip"), ("log", "clip"), ("factor", "sigmoid")],
+        *[("multiplier", "clip"), ("log", "clip"), ("factor", "sigmoid")],
+        names=2,
+    ),
 )
 def test_gradients_of_both_are_those_of_finite_differences(tiny_model, tiny_config, parameter, box):
     lowest = 0.0 if parameter == "multiplier" else 0.5

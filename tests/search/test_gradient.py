@@ -70,13 +70,18 @@ def run(settings: SearchSettings, model: Llama, tokenizer) -> tuple[list[dict], 
 
 @pytest.mark.parametrize(
     ("curve", "changes"),
-    [
-        ("free", {}),
-        ("bezier", {"control_points": 3}),
+    mostly_long(
+        [
+            ("free", {}),
+            ("bezier", {"control_points": 3}),
+            ("bezier", {"control_points": 3, "move_x": True}),
+            ("free", {"box": "sigmoid"}),
+            ("free", {"granularity": "layer_group_band", "bands": 2}),
+        ],
         ("bezier", {"control_points": 3, "move_x": True}),
-        ("free", {"box": "sigmoid"}),
         ("free", {"granularity": "layer_group_band", "bands": 2}),
-    ],
+        names=2,
+    ),
 )
 def test_gradient_equals_finite_differences_in_float64(tiny_model, tiny_config, curve, changes):
     settings = SearchSettings.of(curve=curve, **changes)
