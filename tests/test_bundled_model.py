@@ -26,6 +26,7 @@ SMALL_SEARCH = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_bundled_model_loses_the_middle_of_a_long_prompt():
     model, tokenizer = lj.load_model(NAME, "float32"), lj.load_tokenizer(NAME)

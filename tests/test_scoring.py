@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from random_prompts import population_of, prompts_of, with_likely_answers
+from selection import mostly_long
 
 import lpes_jax as lj
 from lpes_jax import scoring
@@ -23,13 +24,13 @@ def assert_same(one: scoring.Scores, other: scoring.Scores) -> None:
     np.testing.assert_allclose(one.log_likelihood, other.log_likelihood, rtol=1e-5, atol=1e-4)  # sums of logits up to 20
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name, pairs, key_length, counts, top",
     [
-        pytest.param("smollm2-135m-instruct", 2, 3, (20, 10), 1.3, marks=pytest.mark.long),
-        pytest.param("tiny-retriever", 6, 8, (150, 30), 1.68, marks=pytest.mark.long),
-        ("tiny-retriever", 6, 8, (30, 10), 1.68),
+        ("smollm2-135m-instruct", 2, 3, (20, 10), 1.3),
+        ("tiny-retriever", 6, 8, (150, 30), 1.68),
     ],
 )
 def test_the_verdict_is_what_greedy_generation_gives(request, name, pairs, key_length, counts, top):
@@ -85,7 +86,10 @@ def test_admitted_answers_combine_as_any_and_logsumexp(tiny_model):
     np.testing.assert_allclose(together.log_likelihood, wanted, rtol=1e-5)
 
 
-@pytest.mark.parametrize("granularity, shape", [("layer", (3,)), ("layer_band", (3, 4)), ("layer_group", (3, 2))])
+SHAPES = [("layer", (3,)), ("layer_band", (3, 4)), ("layer_group", (3, 2))]
+
+
+@pytest.mark.parametrize("granularity, shape", mostly_long(SHAPES, *SHAPES[1:], names=2))
 def test_a_population_equals_its_individuals(tiny_model, granularity, shape):
     prompts = with_likely_answers(tiny_model, prompts_of(9, 20, 33, 12))
     scorer, factors = Scorer(tiny_model, prompts, population_chunk=4), population_of((6, *shape))

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from schemas import check_folder
+from selection import mostly_long
 
 import lpes_jax as lj
 from lpes_jax.evaluate.__main__ import main as evaluate
@@ -160,7 +161,7 @@ def test_questions_that_are_too_long_are_left_out_everywhere_or_refused(tmp_path
     assert len({sample["example"] for sample in samples(tmp_path / "out")}) == 2 and len(samples(tmp_path / "out")) == 4
 
 
-@pytest.mark.parametrize("fitness", ["accuracy", "metric"])
+@pytest.mark.parametrize("fitness", mostly_long(["accuracy", "metric"], "metric"))
 def test_search_on_needles(tmp_path, model_folder, fitness):
     flags = ["--model", model_folder, "--task", "needle", "--num-sentences", 1, "--limit", 1, "--test-limit", 1]
     flags += ["--positions", 0, 100, "--max-new-tokens", 9, "--fitness", fitness, *SMALL]

@@ -55,6 +55,7 @@ def test_eight_devices_descend_as_one_by_either_partitioner(model_folder: Path, 
     assert float(jnp.abs(on_one[-1].parameters["y"] - 1).min()) > 1e-3
 
 
+@pytest.mark.long
 def test_eight_devices_measure_the_divergence_of_text_as_one(model_folder: Path):
     model, prompts = lj.load_model(str(model_folder), "float32"), haystacks([3, 4])
     text = jnp.arange(120, dtype=jnp.int32).reshape(3, 40)

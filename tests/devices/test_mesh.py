@@ -95,6 +95,7 @@ def test_scores_are_those_of_one_device(scorers, size):
     assert wanted.correct.any() and not wanted.correct.all()
 
 
+@pytest.mark.long
 def test_scores_in_8_bits_are_those_of_one_device(models, prompts):
     factors = population_of((4, 3))
     eight_bits = {mesh: put_model(with_eight_bits(model, "int8"), mesh) for mesh, model in models.items()}

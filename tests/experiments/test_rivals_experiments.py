@@ -192,6 +192,7 @@ def test_a_table_lists_what_ran_and_what_has_no_data(model_folder: Path, tmp_pat
         table02.main(replace(s, data_folder=s.output_path, columns=("qasper",)))
 
 
+@pytest.mark.long
 def test_latency_has_every_method_and_lpes_is_the_program_of_the_baseline(
     tiny_config: LlamaConfig, model_folder: Path, tmp_path: Path
 ):

@@ -140,6 +140,7 @@ def test_cells_have_equal_evaluations():
         table_spec.cells_of(spec, replace(s, cells=("sgd",)))
 
 
+@pytest.mark.long
 @pytest.mark.promotes
 def test_a_table_is_run_in_parts_and_its_tables_are_made_again(
     model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -188,6 +188,7 @@ def test_gold_is_where_the_flags_say():
     assert not one.any()
 
 
+@pytest.mark.long
 @pytest.mark.promotes
 def test_a_few_steps_fit_one_batch(template):
     config = tiny.make_config(TINY, len(make_tokenizer()))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from selection import mostly_long
 
 import lpes_jax as lj
 from lpes_jax.generation import generate_ids
@@ -125,7 +126,7 @@ def test_known_merges(runs, weights, mix):
         assert (change[..., 0] > 20).all() and (change[..., 0] < 80).all() if mix == "logits" else np.abs(change).max() < 1e-4
 
 
-@pytest.mark.parametrize("weights, mix", [SETTINGS[0], SETTINGS[3]])
+@pytest.mark.parametrize("weights, mix", mostly_long([SETTINGS[0], SETTINGS[3]], SETTINGS[3], names=2))
 def test_generated_tokens_are_those_of_plain_passes_merged_by_hand(model, weights, mix):
     """Each token from full passes over all tokens before it, one a base; batched and one by one."""
     prompts = prompts_of(WIDTH - NEW, 9, 1)
@@ -152,7 +153,7 @@ AGREEING: dict[str, Maker] = {
 }
 
 
-@pytest.mark.parametrize("name", AGREEING)
+@pytest.mark.parametrize("name", mostly_long(AGREEING, "yarn", "lpes-dynamic", "buckets-probabilities"))
 def test_scoring_generation_and_nll_agree(model, name):
     """A method scores its own generated text as right, with the sum of its tokens' log-likelihoods."""
     config, prompts = replace(model.config, max_position_embeddings=16), prompts_of(24, 11)  # beyond its window

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
+from selection import mostly_long
 
 from lpes_jax.errors import UserError
 from lpes_jax.models.llama.checkpoint import load_llama, open_checkpoint, save_llama
@@ -428,7 +429,7 @@ assert "torch" not in sys.modules
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of resident memory from /proc")
-@pytest.mark.parametrize("kind", ["safetensors", "gguf"])
+@pytest.mark.parametrize("kind", mostly_long(["safetensors", "gguf"], "gguf"))
 def test_peak_memory_of_loading(tmp_path, kind):
     sizes = {
         "vocab_size": 8192,

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from random_prompts import population_of, prompts_of
+from selection import mostly_long
 
 import lpes_jax as lj
 from lpes_jax.errors import UserError
@@ -82,7 +83,7 @@ def shared_prompts() -> list[EncodedPrompt]:
     return [EncodedPrompt(row, [rng.integers(0, 300, 2).tolist()]) for row in ids]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly_long(KINDS, "int8"))
 def test_a_population_with_gains_and_shared_prefixes_scores_as_single_rows_do(tiny_model, kind):
     model, prompts = with_eight_bits(tiny_model, kind), shared_prompts()
     factors, gains = population_of((4, 3)), population_of((4, 3, 4), seed=1)

@@ -243,7 +243,7 @@ def try_one(good_files: dict[str, tuple[Path, bytes, int]], data: st.DataObject)
 checked = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large]
 
 
-@settings(max_examples=80, derandomize=True, database=None, deadline=timedelta(seconds=5), suppress_health_check=checked)
+@settings(max_examples=40, derandomize=True, database=None, deadline=timedelta(seconds=5), suppress_health_check=checked)
 @given(data=st.data())
 def test_damaged_files_are_refused_or_loaded_right(good_files, data):
     try_one(good_files, data)

@@ -175,6 +175,7 @@ def big(layers: int) -> Llama:
     return with_weights(model, **{name: pack([rounded(layer) for layer in matrix]) for name, matrix in matrices.items()})
 
 
+@pytest.mark.long
 def test_gradients_are_those_of_the_unpacked_weights_and_memory_does_not_grow_with_the_layers(pair):
     tokens = jnp.asarray(TOKENS[:1, :8], jnp.int32)
 

@@ -102,6 +102,7 @@ def test_smollm_ids_are_those_of_the_original(tokenizer):
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (1, 2, 0)
 
 
+@pytest.mark.long
 def test_smollm_ids_are_those_of_a_plain_reimplementation(tokenizer, smollm2_path):
     metadata = GgufFile.open(smollm2_path).metadata
     vocabulary = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.merges"]

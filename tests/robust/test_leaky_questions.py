@@ -287,6 +287,7 @@ def test_evaluate_counts_and_drops(questions, model_folder, tmp_path):
     np.testing.assert_array_equal(kept.main.ravel(), [line["best_subspan_em"] for line in good])
 
 
+@pytest.mark.long
 def test_a_search_and_a_comparison_drop_them_too(questions, model_folder, tmp_path):
     few = {
         "task": "mdqa", "data": questions, "num_documents": 2, "positions": (0, 100), "model": str(model_folder),

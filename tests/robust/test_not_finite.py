@@ -128,6 +128,7 @@ def test_factors_are_blamed_only_where_the_model_is_sound(tiny_model, tokenizer)
         evaluate(fast, tokenizer, task, task.examples("test", 1, 0), [(0, 0)], [Candidate("mine", factors)])
 
 
+@pytest.mark.long
 @pytest.mark.promotes  # optax
 def test_what_learns_from_text_names_the_model(tiny_model, tokenizer):
     broken = changed(tiny_model, DAMAGED["NaN in a query"][0])

@@ -43,7 +43,7 @@ def wait_for_ready(path: Path) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(6, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [1, pytest.param(6, marks=pytest.mark.long)])
 def test_a_signal_at_any_moment_ends_an_evaluation_with_one_line(nursery, tmp_path, count):
     draw = random.Random("moments")
     for number, moment in enumerate([0.0, *(draw.uniform(0, 4) for _ in range(count))]):
@@ -69,7 +69,7 @@ def test_a_signal_ends_even_what_swallows_every_exception(nursery, tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux which signals a process handles")
-@pytest.mark.parametrize("moment", [0.0, 0.7])
+@pytest.mark.parametrize("moment", [0.0, pytest.param(0.7, marks=pytest.mark.long)])
 def test_a_signal_while_python_imports_is_one_line(moment, tmp_path):
     command = [sys.executable, "-m", "lpes_jax.search", "--preset", "quick", "--output-path", str(tmp_path / "out")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -471,11 +471,11 @@ ZOO = Path(zoo.__file__).parent
 
 
 ZOO_FACTORS = sorted(ZOO.glob("*/factors/*.json"))
-ONE_OF_EACH_MODEL = {path.parent: path for path in reversed(ZOO_FACTORS)}.values()
+SMALL_MODELS = {path.parent: path for path in reversed(ZOO_FACTORS) if "smollm2" not in str(path)}.values()
 
 
 @pytest.mark.parametrize(
-    "file", mostly_long(ZOO_FACTORS, *ONE_OF_EACH_MODEL), ids=lambda path: f"{path.parent.parent.name}/{path.stem}"
+    "file", mostly_long(ZOO_FACTORS, *SMALL_MODELS), ids=lambda path: f"{path.parent.parent.name}/{path.stem}"
 )
 def test_the_factors_of_the_zoo_are_of_their_models(file, capsys, request):
     card = json.loads((file.parent.parent / "model.json").read_text())

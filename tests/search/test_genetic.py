@@ -333,6 +333,7 @@ def test_a_run_improves_never_loses_its_best_and_repeats():
     assert not np.array_equal(other[1][2], candidates)
 
 
+@pytest.mark.long
 def test_scan_python_loop_and_vmap_over_seeds_agree():
     ga, params = make()
     keys = jax.random.split(KEY, 3)
@@ -359,7 +360,7 @@ def test_a_single_operator(mutations, crossovers, parents):
     assert state.population.shape == (parents, 8)
 
 
-@settings(max_examples=4, deadline=None, phases=[Phase.generate])  # an example is a compilation: no shrinking
+@settings(max_examples=2, deadline=None, phases=[Phase.generate])  # an example is a compilation: no shrinking
 @given(st.integers(4, 40), st.integers(2, 5), st.integers(2, 6), st.integers(0, 2**31 - 1))
 def test_every_candidate_satisfies_equations_9_and_10(num_layers, points, parents, seed):
     points = min(points, num_layers)

@@ -230,6 +230,7 @@ def test_loss_and_gradient_of_shared_prompts_are_those_of_separate_prompts(tiny_
         assert float(jnp.abs(separate[1]).max()) > 1e-2
 
 
+@pytest.mark.long
 def test_search_with_shared_prompts_holds_whole_haystacks_back(guesser, tokenizer, tmp_path):
     changes = {"num_pairs": 6, "key_length": 4, "limit": 7, "queries_per_haystack": 3, "minibatch_size": 12, "test_limit": 1}
     settings = SearchSettings.of(**SMALL | changes | {"steps": 1, "uniform_candidates": 1}, output_path=tmp_path / "run")

@@ -231,13 +231,11 @@ def test_the_same_seed_gives_the_same_history_and_another_does_not(small_run, tm
 
 
 def test_batch_size_and_chunk_change_no_individual_and_no_verdict(tmp_path, guesser, tokenizer):
-    settings = preset("default", **SMALL, output_path=tmp_path / "a")
+    settings = preset("default", **SMALL | {"generations": 1}, output_path=tmp_path / "a")
     history, _ = run(settings, guesser, tokenizer)
     changed = settings.replace(batch_size=2, population_chunk=2, output_path=tmp_path / "b")
     lines, _ = run(changed, guesser, tokenizer)
     assert_same_history(lines, history)
-    again, _ = run(settings.replace(output_path=tmp_path / "c"), guesser, tokenizer)
-    assert again == history  # to the last digit, where the programs are the same
 
 
 def assert_same_history(ours: list[dict], theirs: list[dict]) -> None:

@@ -50,36 +50,38 @@ def test_a_search_killed_at_random_moments_is_the_undisturbed_one(nursery, undis
         assert {path: path.read_bytes() for path in run.iterdir()} == before
 
 
-def test_a_full_disk_is_one_line_and_no_loss(nursery, undisturbed, tmp_path):
-    run, size = tmp_path / "run", (undisturbed("ga") / "history.jsonl").stat().st_size
-    assert nursery.search(run, "ga", most_bytes=2 * size // 3) == 2
-    errors = [line for line in log(run).splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and "File too large" in errors[0] and "--resume" in errors[0] and "Traceback" not in log(run)
-    assert (run / "history.jsonl").stat().st_size == 2 * size // 3  # the line that did not fit is there in part
-    assert nursery.search(run, "ga", "--resume") == 0, log(run)
-    assert left(run) == left(undisturbed("ga"))
-
-
-@pytest.mark.parametrize(
-    "number, algorithm", [(signal.SIGINT, "ga"), pytest.param(signal.SIGTERM, "gradient", marks=pytest.mark.long)]
-)
-def test_a_signal_ends_a_search_after_the_batch_and_a_second_process_is_refused(
-    nursery, undisturbed, tmp_path, number, algorithm
-):
-    run = tmp_path / "run"
-    pid = nursery.start(run, algorithm)
-    wait_for(run, 2)
+def stop_and_resume(nursery: Nursery, run: Path, algorithm: str, number: int, *flags: str) -> None:
+    """Start a search, refuse a second process in its folder, stop it by a signal after the batch, and resume it."""
+    wanted = lines(run) + 2
+    pid = nursery.start(run, algorithm, *flags)
+    wait_for(run, wanted)
     os.kill(pid, signal.SIGSTOP)  # as it is, for as long as the other one takes
     if algorithm == "ga":
-        (tmp_path / "other").symlink_to(run)
-        assert nursery.search(tmp_path / "other", algorithm, "--resume") == 2
-        assert "another process is working in this folder" in log(tmp_path / "other")
+        other = run.with_name("other")
+        other.symlink_to(run)
+        assert nursery.search(other, algorithm, "--resume") == 2
+        assert "another process is working in this folder" in log(other)
     os.kill(pid, number)
     os.kill(pid, signal.SIGCONT)
     assert nursery.wait(pid) == 128 + number, log(run)
     said = log(run).splitlines()
     assert sum(line.startswith("ending when the batch") for line in said) == 1 and "Traceback" not in log(run)
     assert said[-1].startswith("interrupted; ") and "--resume" in said[-1]
-    assert 2 <= lines(run) < lines(undisturbed(algorithm))
+    assert wanted <= lines(run) and not (run / "results.json").exists()
     assert nursery.search(run, algorithm, "--resume") == 0, log(run)
-    assert left(run) == left(undisturbed(algorithm))
+
+
+def test_a_full_disk_and_a_signal_are_one_line_and_no_loss(nursery, undisturbed, tmp_path):
+    run, size = tmp_path / "run", (undisturbed("ga") / "history.jsonl").stat().st_size
+    assert nursery.search(run, "ga", most_bytes=2 * size // 3) == 2
+    errors = [line for line in log(run).splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "File too large" in errors[0] and "--resume" in errors[0] and "Traceback" not in log(run)
+    assert (run / "history.jsonl").stat().st_size == 2 * size // 3  # the line that did not fit is there in part
+    stop_and_resume(nursery, run, "ga", signal.SIGINT, "--resume")
+    assert left(run) == left(undisturbed("ga"))
+
+
+@pytest.mark.long
+def test_a_signal_ends_a_search_by_gradient_after_the_batch(nursery, undisturbed, tmp_path):
+    stop_and_resume(nursery, tmp_path / "run", "gradient", signal.SIGTERM)
+    assert left(tmp_path / "run") == left(undisturbed("gradient"))

@@ -29,7 +29,7 @@ def windows_of(shape: tuple[int, int]) -> jax.Array:
     return jnp.asarray(np.random.default_rng(0).integers(1, 250, shape), jnp.int32)
 
 
-@pytest.mark.parametrize("chunk", [4, 5, 256])
+@pytest.mark.parametrize("chunk", mostly_long([4, 5, 256], 5))
 def test_the_loss_is_the_divergence_of_the_distributions(tiny_model, chunk):
     tokens, y = windows_of((2, 13)), np.array([1.5, 0.8, 2.0])
     own = tiny_model.config.rope_table(13)

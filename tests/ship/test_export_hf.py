@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from selection import mostly_long
 
 import lpes_jax as lj
 from lpes_jax.export import ExportSettings, run_export
@@ -80,7 +81,7 @@ def in_torch(folder: Path, **more: Any) -> tuple[Any, np.ndarray]:
         return model, model(torch.tensor(IDS), use_cache=False).logits.numpy()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", mostly_long(FAMILIES, "llama-biases", "qwen3", "phi3-partial"))
 def test_every_family(tmp_path, family):
     source = source_of(tmp_path / "source", family)
     model = load_llama(open_checkpoint(source), "float32")
@@ -224,7 +225,7 @@ def test_which_factors_a_plain_folder_can_have():
     assert standing is not None and standing["rope_scaling"]["long_factor"][-1] == 1e14
 
 
-@pytest.mark.parametrize("name", ["gains", "shared", "bands"])
+@pytest.mark.parametrize("name", mostly_long(["gains", "shared", "bands"], "shared"))
 def test_the_self_test_agrees_and_notices_a_plain_model(tmp_path, model_folder, capsys, name):
     factors = {
         "gains": lj.LayerFactors(np.ones(3), gains=np.array([0.3, 2.0, 2.5]), search={"longest_tokens": 200}),

@@ -21,6 +21,7 @@ def run(verb: Any, folder: Path, *arguments: object) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_they_are_searched_together(tmp_path, model_folder):
     with (tmp_path / "intents.csv").open("w", newline="") as file:
         csv.writer(file).writerows([f"do {n % 5} now, {n}", f"label {n % 5}"] for n in range(60))
