@@ -242,7 +242,8 @@ BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("blocks", mostly_long(BLOCKS, "two"))
+@pytest.mark.long
+@pytest.mark.parametrize("blocks", BLOCKS)
 def test_gradient_search_on_a_mixture(folder, guesser, tokenizer, tmp_path, blocks):
     text, measured = BLOCKS[blocks]
     path = write(folder, text)
