@@ -131,7 +131,9 @@ def main(s: Settings) -> None:
         figures = {"shape": shape, "products": products, "correlation": correlation, "generation": generation}[part](s)
         asked = {name: str(value) if isinstance(value, Path) else value for name, value in vars(s).items()}
         s.output_path.mkdir(parents=True, exist_ok=True)
-        write_json(s.output_path / f"{part}.json", {"settings": asked, **figures, **environment()})
+        write_json(
+            s.output_path / f"{part}.json", {"settings": asked, **figures, **environment(), "date": time.strftime("%Y-%m-%d")}
+        )
     records = {part: read_json(file) for part in PARTS if (file := s.output_path / f"{part}.json").exists()}
     text = markdown_document("8-bit products", [TABLES[part](record) for part, record in records.items()])
     write_text(s.output_path / "tables.md", text)

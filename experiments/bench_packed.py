@@ -84,7 +84,9 @@ def main(flags: BenchPackedFlags) -> None:
                     record |= json.loads(done.stdout.splitlines()[-1])
                 records.append(record)
                 print(json.dumps(record), flush=True)
-                (flags.output_path / "results.json").write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+                (flags.output_path / "results.json").write_text(
+                    json.dumps({"cells": records}, indent=1) + "\n", encoding="utf-8"
+                )
     text = table(records)
     (flags.output_path / "tables.md").write_text(text + "\n", encoding="utf-8")
     print(text)

@@ -93,6 +93,7 @@ def main(settings: Settings) -> None:
     record = {
         "settings": asdict(settings),
         "machine": environment(),
+        "date": time.strftime("%Y-%m-%d"),
         "prompts": len(encoded),
         "tokens_a_prompt": tokens / sum(len(prompt.answers) for prompt in encoded),
         "accuracy": float(plain.correct.mean()),

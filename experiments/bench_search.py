@@ -103,6 +103,7 @@ def main(s: Settings) -> None:
         "operations": operations,
         "paper": PAPER | {"gpus": PAPER_GPUS},
         **environment(),
+        "date": time.strftime("%Y-%m-%d"),
     }
     rows = [[name, f"{1e3 * value:.2f} ms", f"{PAPER[name]:.1f} s"] for name, value in operations.items()]
     rows += [

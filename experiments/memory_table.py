@@ -1,4 +1,4 @@
-"""Which verbs fit which cards, by the planner of `doctor`: model size x card. Nothing is loaded or measured.
+"""Which verbs fit which cards, by the planner of `doctor`: model size x card.
 
     python experiments/memory_table.py                    # prints a Markdown table
     python experiments/memory_table.py --prompt-tokens 4096 --share 0.95
@@ -6,21 +6,23 @@
 Sizes are those of Llama 2 and of Qwen2.5. bf16: all weights in 16 bits; q8: the layers' matrices as in a Q8_0 file (or
 --weight-format int8); q4: as in a Q4_K file. The embedding and the head have 16 bits. A cell says what fits: s, search and
 profile at full speed; (s), search and profile with smaller passes; b, search --preset best with its minibatch; b8, with
---minibatch-size 8. The last column says whether a card has run it (`bench_packed.py` measures).
+--minibatch-size 8. Bold: a card with its memory limited to that size ran both (`bench_packed.py`); all else is planned.
 """
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import tyro
 from gguf import GGMLQuantizationType
 
-from lpes_jax.doctor.plan import GIB, Needs, parameters, plan
+from lpes_jax.doctor.plan import GIB, Needs, plan
 from lpes_jax.models.llama.checkpoint import weight_bytes
 from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.packing import LAYOUTS
 from lpes_jax.rope import RopeParameters
 
-CARDS = (24, 48, 80, 141)  # GiB
+CARDS = (16, 24, 48, 80, 141)  # GiB
 # hidden, intermediate, layers, heads, key-value heads, vocabulary, tied
 SHAPES = {
     "Qwen2.5-0.5B": (896, 4864, 24, 14, 2, 151936, True),
@@ -33,6 +35,7 @@ SHAPES = {
     "Qwen2.5-32B": (5120, 27648, 64, 40, 8, 152064, False),
     "Llama-2-70B": (8192, 28672, 80, 64, 8, 32000, False),
 }
+RECORD = Path(__file__).with_name("results") / "bench_packed" / "llama_2_7b_h200.json"
 FORMS = {"bf16": None, "q8": LAYOUTS[GGMLQuantizationType.Q8_0], "q4": LAYOUTS[GGMLQuantizationType.Q4_K]}
 
 
@@ -73,20 +76,31 @@ def cell(needs: list[Needs]) -> str:
     return " ".join(letters) or "-"
 
 
+def measured() -> set[tuple[str, str, int]]:
+    """Shape, form and GiB of the records in which a genetic and a gradient step ran."""
+    steps: dict[tuple[str, str, int], set[str]] = {}
+    for each in json.loads(RECORD.read_text(encoding="utf-8"))["cells"]:
+        if "seconds" in each:
+            steps.setdefault(("Llama-2-7B", each["form"], int(each["gib"])), set()).add(each["step"])
+    return {key for key, found in steps.items() if found == {"genetic", "gradient"}}
+
+
 def table(flags: MemoryTableFlags) -> str:
     """The table in Markdown."""
-    lines = [f"| model | parameters | weights | GiB | {' | '.join(f'{card} GiB' for card in CARDS)} | source |"]
-    lines.append("| --- " * (5 + len(CARDS)) + "|")
+    ran = measured()
+    lines = [
+        f"| model | weights | GiB | {' | '.join(f'{card} GiB' for card in CARDS)} |",
+        "| --- | --- | ---: " + "| --- " * len(CARDS) + "|",
+    ]
     for name in SHAPES:
         config = config_of(name)
         for form, layout in FORMS.items():
             weights = weight_bytes(config, 2, {} if layout is None else layout)
-            cells = [
-                cell(plan(config, weights, 2, int(card * flags.share * GIB), flags.prompt_tokens, packed=layout is not None))
-                for card in CARDS
-            ]
-            size = f"{parameters(config) / 1e9:.1f} B"
-            lines.append(f"| {name} | {size} | {form} | {weights / GIB:.1f} | {' | '.join(cells)} | planned, not measured |")
+            cells = []
+            for card in CARDS:
+                needs = plan(config, weights, 2, int(card * flags.share * GIB), flags.prompt_tokens, packed=layout is not None)
+                cells.append(f"**{cell(needs)}**" if (name, form, card) in ran else cell(needs))
+            lines.append(f"| {name} | {form} | {weights / GIB:.1f} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

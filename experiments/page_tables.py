@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import memory_table
 import numpy as np
 from grid import markdown_table, show_p
 
@@ -358,7 +359,9 @@ def table10() -> str:
             f"{paper['inference'] * paper['gpus']:,.0f} (inference)",
         ]
     )
-    rows.append(["the same, five questions per set of documents", f"{shared['gpu_seconds']:.0f}", ""])
+    fp8 = record("bench_search/paper_generation_fp8_h200.json")
+    rows.append(["the same with `--score-dtype fp8`", f"{fp8['gpu_seconds']:.0f}", ""])
+    rows.append(["the same in bfloat16, five questions per set of documents", f"{shared['gpu_seconds']:.0f}", ""])
     return table(["", "ours, one H200", "paper, 4 H100"], rows)
 
 
@@ -537,12 +540,62 @@ def shared_prefixes() -> str:
     )
 
 
+def memory_plan() -> str:
+    """What fits which card, by the planner."""
+    return memory_table.table(memory_table.MemoryTableFlags())
+
+
+def memory_measured() -> str:
+    """Steps of a 7B shape within a part of a card's memory."""
+    names = {"bf16": "16 bits", "q8": "as in a Q8_0 file", "q4": "as in a Q4_K file"}
+    rows = []
+    for each in record("bench_packed/llama_2_7b_h200.json")["cells"]:
+        step = {"genetic": "search (GA)", "gradient": "best (gradient)"}[each["step"]]
+        rows.append(
+            [
+                f"{each['gib']:.0f} GiB",
+                names[each["form"]],
+                step,
+                f"{each['prompts']}",
+                f"{each['seconds']:.2f}",
+                f"{1000 * each['seconds_per_prompt']:.0f}",
+                f"{each['peak_gib']:.1f}",
+                f"{each['planned_gib']:.1f}",
+            ]
+        )
+    head = ["limit", "matrices", "step", "prompts", "s per step", "ms per prompt", "peak, GiB", "planned, GiB"]
+    return table(head, rows)
+
+
+def eight_bits() -> str:
+    """8-bit products against 16-bit ones: speed and agreement."""
+    names = {"bfloat16": "bfloat16", "fp8": "fp8", "int8": "int8"}
+    shape = record("bench_8bit/h200/shape.json")["dtypes"]
+    fitness = record("bench_8bit/h200/correlation_20_pairs.json")["fitness"]
+    rows = []
+    for name, title in names.items():
+        speed, again = shape[name], "bfloat16, again" if name == "bfloat16" else name
+        accuracy, likelihood = (fitness[kind][again] for kind in ("accuracy", "log_likelihood"))
+        rows.append(
+            [
+                title,
+                f"{speed['milliseconds']:.0f}",
+                f"{speed['against_bfloat16']:.2f}",
+                f"{accuracy['spearman_all']:.3f}",
+                f"{likelihood['spearman_all']:.3f}",
+                f"{100 * accuracy['difference']:+.1f} ± {100 * accuracy['standard_error_of_difference']:.1f}",
+            ]
+        )
+    head = ["products", "7B, ms", "x bfloat16", "Spearman, accuracy", "Spearman, log-likelihood", "its choice, points"]
+    return table(head, rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
         *(results, changes_smollm2, changes_qwen, text_smollm2, controls, transfer),
         *(table01, table01_by_position, table02, table03, table04, table05, table06, table07, table08, table10),
         *(table11, table11_appendix, table15, table16, table17, figure05, slips, uniform_sweep),
-        *(bundled, presets, demo, sizes, scaling, shared_prefixes),
+        *(bundled, presets, demo, sizes, scaling, shared_prefixes, memory_plan, memory_measured, eight_bits),
     )
 }

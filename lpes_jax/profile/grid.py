@@ -8,7 +8,8 @@
 A column is a task at a length: prompts with that many tokens, including answers. It is measured in units: a haystack with a few
 questions at each position (kv, multikey_2, multikey_3), or one example at each position. All prompts of a unit share as long a
 prefix as possible, which is computed once (prefixes.py). The value of a unit at a position is the share of its questions there
-whose gold answer is the greedy continuation. Units are independent of each other; the questions of a unit are not.
+whose gold answer, in one of its forms, is the greedy continuation. Units are independent of each other; the questions of a unit
+are not.
 
 A cell is a position of a column. Its bounds are a confidence sequence over units (statistics.py), which is valid at every
 sample size. All bounds hold together with the required confidence: a tenth of the error probability is for the ceilings, the
@@ -21,7 +22,7 @@ Letters: U units, C candidates, S positions.
 
 import time
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -61,6 +62,17 @@ def make_task(name: ProfileTask, key_length: int | None = None) -> Any:
     if name == "vt":
         return VariableTracking(placing="together", answer_opener="")
     return Niah(name, queries_per_haystack=QUESTIONS if name.startswith("multikey") else 1)
+
+
+def prompt_of(task: Any, example: Any, slot: int, position: int | None = None) -> Prompt:
+    """The task's prompt. Answers to RULER's needles, which end in "... is", may also begin with a colon.
+
+    Models differ in this, and RULER's own score, which looks for the value in a generated text, does not see it.
+    """
+    prompt = task.prompt(example, slot, position)
+    if isinstance(task, Niah):
+        prompt = replace(prompt, answers=(*prompt.answers, *(f":{answer}" for answer in prompt.answers)))
+    return prompt
 
 
 @dataclass(frozen=True)
@@ -143,7 +155,7 @@ class Grid:
             for name in names:
                 task = without_haystack(make_task(name, self.plan.key_length))
                 examples = task.examples("test", CEILING_QUESTIONS, self.plan.seed * 1000 + block)
-                prompts += [task.prompt(example, 0) for example in examples]
+                prompts += [prompt_of(task, example, 0) for example in examples]
             found = self._scored(prompts, self.candidates[:1])[0][0].reshape(len(names), -1)
             for name, task_values in zip(names, found, strict=True):
                 correct[name] += task_values.tolist()
@@ -214,7 +226,7 @@ class Grid:
         examples = task.examples("test", UNITS * asked, self.plan.seed * 1000 + column.blocks)
         slots = [task_prompts.slot(position, task.num_items) for position in self.plan.positions]
         prompts = [
-            task.prompt(example, slot, position)
+            prompt_of(task, example, slot, position)
             for example in examples
             for slot, position in zip(slots, self.plan.positions, strict=True)
         ]
