@@ -1,10 +1,10 @@
-# make demo, make test, make test-all (before a release), make docs, make pages: each makes .venv, installs, and runs. PYTHON: any Python from 3.11 on.
+# make demo, make test, make test-all (before a release), make docs: each makes .venv, installs, and runs. PYTHON: any Python from 3.11 on.
 PYTHON ?= python3
 EXTRAS ?= test,parity
 # The tests start many processes; without .pyc files each would compile what it imports of transformers anew, for seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all serve-test docs pages clean
+.PHONY: demo test test-all serve-test docs clean
 
 demo: .venv/installed
 	rm -rf runs/demo
@@ -22,9 +22,8 @@ test test-all: .venv/installed-$(EXTRAS)
 serve-test: .venv/installed-$(EXTRAS)
 	.venv/bin/python -m pytest -m serving tests/serving
 
-# The site, in build/site. Every link between files is checked. `make pages` does not run the notebook, which takes minutes.
-pages: export RUN_NOTEBOOK = false
-docs pages: .venv/installed-docs
+# The site, in build/site. Every link between files is checked. The notebook takes minutes; RUN_NOTEBOOK=short or false saves them.
+docs: .venv/installed-docs
 	.venv/bin/mkdocs build --strict
 
 .venv/installed: pyproject.toml

@@ -2,7 +2,8 @@
 
 mkdocs calls `on_files`. Every file has its path in the repository, so that links between files are those that work there, and
 `mkdocs build --strict` checks them. What a page links to and no page shows (JSON, TOML, code) is copied. The notebook is run
-(unless RUN_NOTEBOOK is false): its page shows what it printed and drew, and a cell that fails ends the build.
+(unless RUN_NOTEBOOK is false): its page shows what it printed and drew, and a cell that fails ends the build. RUN_NOTEBOOK=short
+runs all of it with a search of one generation, for CI.
 """
 
 import base64
@@ -12,7 +13,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import nbformat
 from mkdocs.config.defaults import MkDocsConfig
@@ -145,10 +146,13 @@ def _type(field: dict[str, Any]) -> str:
     return kinds if isinstance(kinds, str) else " or ".join(dict.fromkeys(kinds))
 
 
-def notebook_files(path: Path, is_run: bool) -> dict[str, str | bytes]:
-    """A notebook's page in Markdown, and its pictures, by their paths in the site; `is_run`: after a run in build/notebook."""
+def notebook_files(path: Path, run: bool | Literal["short"]) -> dict[str, str | bytes]:
+    """A notebook's page in Markdown, and its pictures, by their paths in the site; `run`: after a run in build/notebook."""
     notebook = nbformat.read(path, as_version=4)
-    if is_run:
+    if run == "short":
+        [sizes] = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())]
+        sizes.source = 'sizes = {"generations": 1}'
+    if run:
         folder = ROOT / "build" / "notebook"
         folder.mkdir(parents=True, exist_ok=True)
         NotebookClient(notebook, timeout=1200, kernel_name="python3", resources={"metadata": {"path": str(folder)}}).execute()
