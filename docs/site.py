@@ -2,8 +2,8 @@
 
 mkdocs calls `on_files`. Every file has its path in the repository, so that links between files are those that work there, and
 `mkdocs build --strict` checks them. What a page links to and no page shows (JSON, TOML, code) is copied. The notebook is run
-(unless RUN_NOTEBOOK is false): its page shows what it printed and drew, and a cell that fails ends the build. RUN_NOTEBOOK=short
-runs all of it with a search of one generation, for CI.
+(unless RUN_NOTEBOOK is false): its page shows what it printed and drew, and a cell that fails ends the build. For CI,
+RUN_NOTEBOOK=short runs all of it with a small search.
 """
 
 import base64
@@ -34,6 +34,10 @@ PAGES = (
     "models/zoo/**/*.md",
     "tests/*.md",
 )
+SHORT = {
+    **{"limit": 2, "test_limit": 2, "uniform_candidates": 1, "generations": 1},
+    **{"population_size": 4, "parents": 2, "mutations": 1, "crossovers": 1},
+}  # of a small search
 VERBS = ("search", "evaluate", "compare", "profile", "export", "doctor")
 ON_SEVERAL_HOSTS = ("search", "evaluate")
 LINK = re.compile(r"""\]\(([^)#?\s]+)[^)]*\)|src="([^"]+)\"""")
@@ -151,7 +155,7 @@ def notebook_files(path: Path, run: bool | Literal["short"]) -> dict[str, str | 
     notebook = nbformat.read(path, as_version=4)
     if run == "short":
         [sizes] = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())]
-        sizes.source = 'sizes = {"generations": 1}'
+        sizes.source = f"sizes = {SHORT}"
     if run:
         folder = ROOT / "build" / "notebook"
         folder.mkdir(parents=True, exist_ok=True)
