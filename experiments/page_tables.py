@@ -476,7 +476,7 @@ def sizes() -> str:
     commands = ("make demo", "doctor", "profile", "search", "evaluate", "export")
     runs = [taken for run in path["runs"] for taken in run]
     ours = {name: [taken for taken in runs if re.search(rf"(^|lpes_jax\.){name}( |$)", taken["command"])] for name in commands}
-    rows = [["135M, two busy CPU cores, these commands", *(_took(ours[name]) for name in commands)]]
+    rows = [["135M, two CPU cores, these commands", *(_took(ours[name]) for name in commands)]]
     for title, found in others["models"].items():
         rows.append([f"{title}, two busy CPU cores", *(_took([found[name]] if name in found else []) for name in commands)])
     looks = [
@@ -490,6 +490,8 @@ def sizes() -> str:
         ["135M, an H200, 60 steps", "-", "-", "-", f"{new['command_seconds']:.0f} s, {new['peak_gigabytes']:.1f} GB", "-", "-"]
     )
     rows.append(["135M, the searches of the table above", "-", "-", "-", f"{min(looks):.0f} to {max(looks):.0f} s", "-", "-"])
+    generation = f"{record('bench_search/paper_generation_fp8_h200.json')['gpu_seconds']:.0f} s"
+    rows.append(["7B, an H200, one generation of the paper's search, fp8", "-", "-", "-", generation, "-", "-"])
     return table(*measured(["", *commands], rows))
 
 
