@@ -88,7 +88,8 @@ def test_what_was_not_measured_has_no_row_and_no_column(tmp_path: Path, monkeypa
     assert page_tables.measured(["", "x", "y", "z"], rows) == (["", "y", "z"], [["a", "1 s", "-"], ["c", "-", "2 s"]])
     monkeypatch.setattr(page_tables, "path_record", lambda name: {"runs": [], "models": {}, "figures": {}})
     head, _, *lines = page_tables.sizes().splitlines()
-    assert head == "|  | search |" and lines and all(line.startswith(("| 135M, ", "| 7B, ")) and "| - |" not in line for line in lines)
+    assert head == "|  | search |" and lines
+    assert all(line.startswith(("| 135M, ", "| 7B, ")) and "| - |" not in line for line in lines)
 
 
 @pytest.mark.parametrize(
