@@ -6,7 +6,7 @@
 Sizes are those of Llama 2 and of Qwen2.5. bf16: all weights in 16 bits; q8: the layers' matrices as in a Q8_0 file (or
 --weight-format int8); q4: as in a Q4_K file. The embedding and the head have 16 bits. A cell says what fits: s, search and
 profile at full speed; (s), search and profile with smaller passes; b, search --preset best with its minibatch; b8, with
---minibatch-size 8. Bold: a card with its memory limited to that size ran both (`bench_packed.py`); all else is planned.
+--minibatch-size 8. All cells are planned; in bold ones steps of both also ran (`bench_packed.py`).
 """
 
 import json

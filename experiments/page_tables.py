@@ -571,16 +571,15 @@ def memory_measured() -> str:
 
 def eight_bits() -> str:
     """8-bit products against 16-bit ones: speed and agreement."""
-    names = {"bfloat16": "bfloat16", "fp8": "fp8", "int8": "int8"}
     shape = record("bench_8bit/h200/shape.json")["dtypes"]
     fitness = record("bench_8bit/h200/correlation_20_pairs.json")["fitness"]
     rows = []
-    for name, title in names.items():
+    for name in ("bfloat16", "fp8", "int8"):
         speed, again = shape[name], "bfloat16, again" if name == "bfloat16" else name
         accuracy, likelihood = (fitness[kind][again] for kind in ("accuracy", "log_likelihood"))
         rows.append(
             [
-                title,
+                name,
                 f"{speed['milliseconds']:.0f}",
                 f"{speed['against_bfloat16']:.2f}",
                 f"{accuracy['spearman_all']:.3f}",
