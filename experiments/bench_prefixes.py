@@ -1,4 +1,4 @@
-"""Prompts per second with and without shared prefixes, in turn, on key-value prompts; also compares the verdicts.
+"""Prompts per second with and without shared prefixes, in turn, on key-value or multi-key prompts; also compares the verdicts.
 
     python experiments/bench_prefixes.py --model tiny-retriever --num-pairs 20 --key-length 8 --queries-per-haystack 5
     python experiments/bench_prefixes.py --model LLAMA-2-7B --num-pairs 50 --queries-per-haystack 5 --limit 40 --dtype bfloat16
@@ -12,17 +12,20 @@ import json
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import jax
 import numpy as np
 import tyro
 
 from lpes_jax.models.llama import load
+from lpes_jax.profile.grid import prompt_of
 from lpes_jax.scores import Scores
 from lpes_jax.scoring import Scorer
 from lpes_jax.store.provenance import environment
 from lpes_jax.tasks import prompts as task_prompts
 from lpes_jax.tasks.key_value import KeyValue
+from lpes_jax.tasks.niah import Niah
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,12 @@ class Settings:
     """What to time."""
 
     model: str = "smollm2-135m-instruct"
+    task: Literal["kv", "multikey_2", "multikey_3"] = "kv"
+    """Key-value pairs, or RULER's needles whose haystack is other needles."""
     num_pairs: int = 50
+    """kv: pairs in a prompt."""
+    num_lines: int = 100
+    """multikey: lines of the haystack."""
     key_length: int | None = None
     queries_per_haystack: int = 5
     answer_opener: str = ' "'
@@ -48,14 +56,14 @@ class Settings:
 
 def main(settings: Settings) -> None:
     loaded = load(settings.model, settings.dtype)
-    task = KeyValue(
-        settings.num_pairs,
-        settings.key_length,
-        answer_opener=settings.answer_opener or None,
-        queries_per_haystack=settings.queries_per_haystack,
-    )
+    shared = settings.queries_per_haystack
+    if settings.task == "kv":
+        opener = settings.answer_opener or None
+        task: Any = KeyValue(settings.num_pairs, settings.key_length, answer_opener=opener, queries_per_haystack=shared)
+    else:
+        task = Niah(settings.task, num_lines=settings.num_lines, queries_per_haystack=shared)
     prompts = [
-        task.prompt(example, task_prompts.slot(position, task.num_items), position)
+        prompt_of(task, example, task_prompts.slot(position, task.num_items), position)
         for example in task.examples("test", settings.limit, 0)
         for position in settings.positions
     ]

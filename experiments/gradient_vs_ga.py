@@ -26,6 +26,7 @@ from grid import (
 )
 from table_spec import Spec, about, provenance
 
+from lpes_jax.errors import UserError
 from lpes_jax.evaluation import BASELINE, slots_of
 from lpes_jax.factors import LayerFactors
 from lpes_jax.models.llama import Loaded
@@ -39,7 +40,9 @@ GAS = ("ga_accuracy", "ga_likelihood")
 
 def run(spec: Spec, s: Any) -> dict[str, Any]:
     """Run the unfinished searches of the part; returns the contents of summary.json. A part ends the program."""
-    groups = list(product(spec.own["curves"], spec.own["boxes"], s.seeds)) if s.grid else []
+    if unknown := [box for box in s.boxes if box not in spec.own["boxes"]]:
+        raise UserError(f"--boxes {unknown[0]}: the boxes are {', '.join(spec.own['boxes'])}")
+    groups = list(product(spec.own["curves"], s.boxes, s.seeds)) if s.grid else []
     for number, group in enumerate(groups):
         if in_part(number, s.part):
             run_group(spec, s, *group)
@@ -129,7 +132,8 @@ def steps_for_seconds(record: dict[str, Any], budget: float) -> int:
 def grid_summary(spec: Spec, s: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Figures, sizes and paired tests of each curve, box and optimiser, and of the controls; also returns all records."""
     summary, controls, everything = {}, {}, []
-    for curve, (box, described) in product(spec.own["curves"], spec.own["boxes"].items()):
+    for curve, box in product(spec.own["curves"], s.boxes):
+        described = spec.own["boxes"][box]
         groups = [run_group(spec, s, curve, box, seed) for seed in s.seeds]
         controls |= {
             BASELINE: [figures(group["ga_accuracy"], BASELINE) for group in groups],

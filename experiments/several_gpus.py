@@ -6,6 +6,8 @@
 Each row of the table is two runs of the same `search` command: one on the first device only, and one on all devices (with
 CPUs: two virtual ones), or in one process per device (`--coordinator-address`). The histories are compared line by line. The
 seconds of a descent are those between its second and its last line, which excludes compilation; other histories have none.
+In `late` the last process
+starts 25 seconds after the others, in `paused` it stands still for 25 seconds: process 0 must say every ten seconds that it waits.
 `killed` kills one process in the middle: the others must end by themselves, and after `--resume` the history must be that of
 the run that was not killed. Finished runs are not run again; `--only` selects rows. Runs never overlap.
 """
@@ -32,7 +34,9 @@ from lpes_jax.store.provenance import environment
 GRADIENT = ("--algorithm", "gradient", "--curve", "free", "--look-every", "5", "--uniform-candidates", "1")
 GENETIC = ("--population-size", "8", "--parents", "4", "--mutations", "6", "--crossovers", "2", "--uniform-candidates", "1")
 SHARED = ("--queries-per-haystack", "5")
-Row = Literal["gradient", "gradient_shared", "gradient_model_axis", "population_shared", "processes", "killed"]
+Row = Literal[
+    "gradient", "gradient_shared", "gradient_model_axis", "population_shared", "processes", "late", "paused", "killed"
+]
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,8 @@ class Kind:
     flags: tuple[str, ...]
     more: tuple[str, ...] = ()
     processes: bool = False
+    pause: float = 0.0
+    """Seconds that the last process comes late ("late"), or stands still after the first lines of history ("paused")."""
     first: str | None = None
     """The row whose first run is also the first of this one."""
 
@@ -52,6 +58,8 @@ ROWS: dict[Row, Kind] = {
     "gradient_model_axis": Kind(GRADIENT, ("--model-axis", "2"), first="gradient"),
     "population_shared": Kind((*GENETIC, *SHARED)),
     "processes": Kind((*GENETIC, *SHARED), processes=True, first="population_shared"),
+    "late": Kind((*GENETIC, *SHARED), processes=True, pause=25, first="population_shared"),
+    "paused": Kind((*GENETIC, *SHARED), processes=True, pause=25, first="population_shared"),
     "killed": Kind((*GENETIC, *SHARED), processes=True, first="population_shared"),
 }
 
@@ -93,6 +101,8 @@ def main(s: Settings) -> None:
         second, notes = s.output_path / f"{name}_all", ""
         if name == "killed":
             notes = kill_one(s, second, kind.flags)
+        elif kind.pause:
+            notes = pause_one(s, second, kind, late=name == "late")
         elif kind.processes:
             together(s, second, kind.flags)
         else:
@@ -184,13 +194,15 @@ def run(s: Settings, folder: Path, flags: tuple[str, ...], devices: int) -> None
         raise UserError(f"{folder}: the search ended with {done.returncode}; its output is in {folder}.log")
 
 
-def started(s: Settings, folder: Path, flags: tuple[str, ...]) -> list[subprocess.Popen[bytes]]:
-    """Start a search in as many processes as there are devices, one device each."""
+def started(s: Settings, folder: Path, flags: tuple[str, ...], late: float = 0.0) -> list[subprocess.Popen[bytes]]:
+    """Start a search in as many processes as there are devices, one device each; the last starts `late` seconds later."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     processes = []
     for number in range(s.devices):
+        if number == s.devices - 1:
+            time.sleep(late)
         hosts = ("--coordinator-address", address, "--num-processes", str(s.devices), "--process-id", str(number))
         log = (s.output_path / f"{folder.name}.{number}.log").open("a")
         processes.append(
@@ -210,17 +222,44 @@ def together(s: Settings, folder: Path, flags: tuple[str, ...]) -> None:
         raise UserError(f"{folder}: the processes ended with {codes}; their output is in {folder}.*.log")
 
 
+def pause_one(s: Settings, folder: Path, kind: Kind, *, late: bool) -> str:
+    """Start the last process late, or stop it for a while after the first generation. Returns how often process 0 said so."""
+    notes = folder.with_suffix(".paused.json")
+    if (folder / "results.json").exists():
+        return read_json(notes)["note"]
+    processes = started(s, folder, kind.flags, kind.pause if late else 0.0)
+    if not late:
+        wait_for_line(folder, processes)
+        processes[-1].send_signal(signal.SIGSTOP)
+        time.sleep(kind.pause)
+        processes[-1].send_signal(signal.SIGCONT)
+    codes = [process.wait() for process in processes]
+    if any(codes):
+        raise UserError(f"{folder}: the processes ended with {codes}; their output is in {folder}.*.log")
+    said = [
+        line for line in (s.output_path / f"{folder.name}.0.log").read_text().splitlines() if line.startswith("waiting for")
+    ]
+    note = f"{kind.pause:.0f} s {'late' if late else 'without a sign'}: process 0 said {len(said)} times that it waits"
+    write_json(notes, {"note": note, "said": said})
+    return note
+
+
+def wait_for_line(folder: Path, processes: list[subprocess.Popen[bytes]]) -> int:
+    """Wait until the history has a line; returns how many it has."""
+    history = folder / "history.jsonl"
+    while not history.exists() or not history.read_text():
+        if any(process.poll() is not None for process in processes):
+            raise UserError(f"{folder}: a process ended too early; its output is in {folder}.*.log")
+        time.sleep(0.2)
+    return len(history.read_text().splitlines())
+
+
 def kill_one(s: Settings, folder: Path, flags: tuple[str, ...]) -> str:
     """Kill the last process after the first generation, then resume. Returns how the others ended."""
     if (folder / "results.json").exists():
         return read_json(folder.with_suffix(".killed.json"))["note"]
     processes = started(s, folder, flags)
-    history = folder / "history.jsonl"
-    while not history.exists() or not history.read_text():
-        if processes[-1].poll() is not None:
-            raise UserError(f"{folder}: a process ended before it was killed; its output is in {folder}.*.log")
-        time.sleep(0.2)
-    lines = len(history.read_text().splitlines())
+    lines = wait_for_line(folder, processes)
     processes[-1].send_signal(signal.SIGKILL)
     killed = time.monotonic()
     codes = [process.wait() for process in processes]

@@ -11,7 +11,7 @@ needed for the run folder. Each process reads the model and the data itself, and
 No process blocks on a dead peer. Every process keeps a connection to process 0 (in addition to JAX's own) and reports on it
 that it is done or why it failed. If a process fails or is killed, all processes end with the same exit code, and process 0
 prints the reason on stderr. TCP keepalive or JAX detects a lost host within half a minute. A waiting process prints a line
-every ten seconds: each process until all have connected, then process 0 only.
+every ten seconds (`process.waiting`): each process until all have connected, then process 0 only.
 
 With a single process, all functions here do nothing or act locally.
 """
@@ -24,8 +24,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Listener, wait
 from typing import Any, NoReturn, TypeVar
@@ -38,7 +38,6 @@ from lpes_jax import process
 from lpes_jax.errors import UserError
 from lpes_jax.settings.groups import HostSettings, check_hosts
 
-_WAIT = 10  # seconds between two "waiting for" lines
 _HEARTBEAT = 40  # seconds without a heartbeat after which JAX declares a process dead
 _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # seconds, seconds, probes
 Value = TypeVar("Value")
@@ -65,7 +64,7 @@ def start(flags: HostSettings) -> None:
     late.start()
     address = f" at {flags.coordinator_address}" if flags.coordinator_address else ""
     try:
-        with _waiting(f"the other processes{address} (--start-timeout {flags.start_timeout})"):
+        with process.waiting(f"the other processes{address} (--start-timeout {flags.start_timeout})"):
             jax.distributed.initialize(
                 flags.coordinator_address,
                 flags.num_processes,
@@ -79,7 +78,7 @@ def start(flags: HostSettings) -> None:
             way_out = "give --coordinator-address, --num-processes and --process-id"
             raise UserError(f"--distributed: JAX finds no cluster environment ({error}); {way_out}") from error
         raise UserError(f"--coordinator-address {flags.coordinator_address}: {error}; is the port free?") from error
-    with _waiting("the other processes' devices"):
+    with process.waiting("the other processes' devices"):
         process.check_devices()
     if jax.process_count() > 1:
         devices = Counter(device.process_index for device in jax.devices())
@@ -112,7 +111,7 @@ def from_first(read: Callable[[], Value]) -> Value:
             found = read(), None
         except UserError as error:
             found = None, str(error)
-    with _waiting("the other processes"):
+    with process.waiting("the other processes"):
         value, error = pickle.loads(_broadcast(pickle.dumps(found)))
     if error is not None:
         raise UserError(error)
@@ -124,7 +123,7 @@ def gather(value: Value) -> list[Value]:
     if jax.process_count() == 1:
         return [value]
     data = np.frombuffer(pickle.dumps(value), np.uint8)
-    with _waiting("the other processes"):
+    with process.waiting("the other processes"):
         sizes = multihost_utils.process_allgather(np.array([len(data)], np.int32))[:, 0]
         rows = multihost_utils.process_allgather(np.pad(data, (0, _padded(sizes.max()) - len(data))))
     return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
@@ -151,7 +150,7 @@ def finish() -> None:
     """Wait until all processes are done, then disconnect. From here on the end of a process is not a failure."""
     global _company
     if _company is not None:
-        with _waiting("the other processes to end"):
+        with process.waiting("the other processes to end"):
             _company.finish()
         _company = None
         process.set_farewell()
@@ -173,23 +172,6 @@ def _broadcast(data: bytes) -> bytes:
 
 def _padded(size: int) -> int:
     return 1 << (max(int(size), 1024) - 1).bit_length()  # few distinct shapes, as each one is compiled
-
-
-@contextmanager
-def _waiting(awaited: str) -> Iterator[None]:
-    """Print every ten seconds on stderr that this process waits. (Once connected, only process 0 has a stderr.)"""
-    over, begun = threading.Event(), time.monotonic()
-
-    def say() -> None:
-        while not over.wait(_WAIT):
-            with suppress(OSError, ValueError):
-                print(f"waiting for {awaited}, {time.monotonic() - begun:.0f} s so far", file=sys.stderr, flush=True)
-
-    threading.Thread(target=say, daemon=True).start()
-    try:
-        yield
-    finally:
-        over.set()
 
 
 def _too_late(flags: HostSettings) -> None:

@@ -26,6 +26,7 @@ from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from lpes_jax import process
 from lpes_jax.errors import UserError
 
 Tree = TypeVar("Tree")
@@ -105,7 +106,9 @@ def to_host(tree: Any) -> Any:
         if isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated)
     ]
     if spread:
-        gathered = _gather(leaves[spread[0]].sharding.mesh)([leaves[index] for index in spread])
+        jax.block_until_ready([leaves[index] for index in spread])  # this process's own part
+        with process.waiting("the other processes"):
+            gathered = jax.block_until_ready(_gather(leaves[spread[0]].sharding.mesh)([leaves[index] for index in spread]))
         for index, leaf in zip(spread, gathered, strict=True):
             leaves[index] = leaf
     return jax.tree.unflatten(structure, [np.asarray(leaf) for leaf in leaves])

@@ -45,6 +45,8 @@ _SET_ASIDE = re.compile(
 
 _HARMLESS = ("", "0", "false", "no", "off", "n", "f", "allow", "standard")  # values that equal the defaults
 
+_WAIT = 10  # seconds between two lines of `waiting`
+
 _owned = _ending = False
 _busy = threading.RLock()  # the end of the process waits for this lock, and keeps it
 _takers: list[Callable[[int], None]] = []
@@ -202,6 +204,23 @@ def leave(code: int, line: str) -> NoReturn:
 
 
 _farewell: Callable[[int, str], object] = leave
+
+
+@contextlib.contextmanager
+def waiting(awaited: str) -> Iterator[None]:
+    """Print every ten seconds on stderr that this process waits, and for what."""
+    over, begun = threading.Event(), time.monotonic()
+
+    def say() -> None:
+        while not over.wait(_WAIT):
+            with contextlib.suppress(OSError, ValueError):
+                print(f"waiting for {awaited}, {time.monotonic() - begun:.0f} s so far", file=sys.stderr, flush=True)
+
+    threading.Thread(target=say, daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
 
 
 def set_farewell(farewell: Callable[[int, str], object] = leave) -> None:

@@ -95,6 +95,21 @@ def test_a_pair_finds_what_one_process_finds(nursery, tmp_path):
 
 
 @pytest.mark.long
+def test_a_process_says_that_it_waits_for_one_that_stands_still(nursery, tmp_path):
+    first, second = pair(nursery, tmp_path, "ga")
+    wait_for(tmp_path / "0", 2)
+    os.kill(second, signal.SIGSTOP)
+    stopped = time.monotonic()
+    try:
+        while "waiting for the other processes, 10 s so far" not in log(tmp_path / "0"):
+            assert time.monotonic() - stopped < 25, log(tmp_path / "0")  # JAX gives a silent process up after 40 s
+            time.sleep(0.1)
+    finally:
+        os.kill(second, signal.SIGCONT)
+    assert [nursery.wait(first), nursery.wait(second)] == [0, 0], log(tmp_path / "0")
+
+
+@pytest.mark.long
 def test_a_pair_descends_as_one_process_with_two_devices(nursery, tmp_path):
     # A gradient is a sum over the devices, which rounds otherwise on one.
     few = "--steps", 6, "--look-every", 2

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from nursery import OWN, QUICK, VERB, log
 
-from lpes_jax import hosts
+from lpes_jax import process
 from lpes_jax.cli import run_verb
 from lpes_jax.settings import Settings
 
@@ -190,8 +190,8 @@ def test_a_command_imports_no_torch():
 
 
 def test_who_waits_for_others_says_so(monkeypatch, capsys):
-    monkeypatch.setattr(hosts, "_WAIT", 0.01)
-    with hosts._waiting("the other processes at a:1"):
+    monkeypatch.setattr(process, "_WAIT", 0.01)
+    with process.waiting("the other processes at a:1"):
         time.sleep(0.2)
     said = capsys.readouterr().err.splitlines()
     assert said and all(line.startswith("waiting for the other processes at a:1, ") for line in said)
