@@ -4,12 +4,12 @@
     python experiments/several_gpus.py --model tiny-retriever --platform cpu --num-pairs 5 --key-length 8 --steps 2
 
 Each row of the table is two runs of the same `search` command: one on the first device only, and one on all devices (with
-CPUs: two virtual ones), or in one process per device (`--coordinator-address`). The histories are compared line by line. The
-seconds of a descent are those between its second and its last line, which excludes compilation; other histories have none.
-In `late` the last process
-starts 25 seconds after the others, in `paused` it stands still for 25 seconds: process 0 must say every ten seconds that it waits.
-`killed` kills one process in the middle: the others must end by themselves, and after `--resume` the history must be that of
-the run that was not killed. Finished runs are not run again; `--only` selects rows. Runs never overlap.
+CPUs: two virtual ones), or in one process per device (`--coordinator-address`). The histories are compared line by line.
+The seconds of a descent are those between its second and its last line, which excludes compilation; other histories have
+none. In `late` the last process starts 25 seconds after the others, in `paused` it stands still for 15 seconds: process 0
+must say every ten seconds that it waits. `killed` kills one process in the middle: the others must end by themselves, and
+after `--resume` the history must be that of the run that was not killed. Finished runs are not run again; `--only` selects
+rows. Runs never overlap.
 """
 
 import json
@@ -59,7 +59,7 @@ ROWS: dict[Row, Kind] = {
     "population_shared": Kind((*GENETIC, *SHARED)),
     "processes": Kind((*GENETIC, *SHARED), processes=True, first="population_shared"),
     "late": Kind((*GENETIC, *SHARED), processes=True, pause=25, first="population_shared"),
-    "paused": Kind((*GENETIC, *SHARED), processes=True, pause=25, first="population_shared"),
+    "paused": Kind((*GENETIC, *SHARED), processes=True, pause=15, first="population_shared"),
     "killed": Kind((*GENETIC, *SHARED), processes=True, first="population_shared"),
 }
 

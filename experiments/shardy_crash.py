@@ -4,11 +4,10 @@
     python experiments/shardy_crash.py --platform cpu --output-path runs/shardy    # two virtual CPU devices
 
 The gradient of a search ended in a segmentation fault on two GPUs with Shardy, so it uses GSPMD there
-(`lpes_jax.search.gradient`). `descent` is that search on the bundled model, in
-bfloat16 and in float32. The other programs are steps towards it in JAX alone: the
-gradient of a loss under `jax.shard_map` over two devices, of products; through a scan with rematerialised layers; with XLA's
-attention; with cuDNN's attention, forward and backward; with bfloat16 weights and a vmap. Every program runs in a process of its
-own, all side by side, because a crash ends the process.
+(`lpes_jax.search.gradient`). `descent` is that search on the bundled model, in bfloat16 and in float32. The other programs
+are steps towards it in JAX alone: the gradient of a loss under `jax.shard_map` over two devices, of products; through a
+scan with rematerialised layers; with XLA's attention; with cuDNN's attention, forward and backward. Every program runs in a
+process of its own, all side by side, because a crash ends the process.
 """
 
 import os
@@ -39,7 +38,8 @@ x = jax.random.normal(jax.random.key(0), (B, S, H * D), jnp.bfloat16)
 w = jax.random.normal(jax.random.key(1), (L, H * D, H * D), jnp.bfloat16) / 16
 
 def split(f, inputs=(whole, whole, shared)):
-    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=inputs, out_specs=whole, axis_names=set(mesh.axis_names), check_vma=False))
+    axes = set(mesh.axis_names)
+    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=inputs, out_specs=whole, axis_names=axes, check_vma=False))
 
 def summed(loss):
     def f(p, w, x):
@@ -69,7 +69,10 @@ PROGRAMS = {
     "scan": "print(split(summed(layers(lambda q, k, v: q * k + v, remat=False)))(p, w, x)[0])",
     "scan, remat": "print(split(summed(layers(lambda q, k, v: q * k + v)))(p, w, x)[0])",
     "XLA's attention": "print(split(summed(layers(attention('xla'))))(p, w, x)[0])",
-    "cuDNN's attention, forward": "print(split(lambda p, w, x: jax.lax.psum(layers(attention('cudnn'))(p, w, x), 'population'))(p, w, x))",
+    "cuDNN's attention, forward": """
+loss = layers(attention('cudnn'))
+print(split(lambda p, w, x: jax.lax.psum(loss(p, w, x), 'population'))(p, w, x))
+""",
     "cuDNN's attention, gradient": "print(split(summed(layers(attention('cudnn'), remat=False)))(p, w, x)[0])",
     "cuDNN's attention, gradient, remat": "print(split(summed(layers(attention('cudnn'))))(p, w, x)[0])",
     "cuDNN's attention, without shard_map": """
@@ -78,8 +81,10 @@ x = jax.device_put(x, NamedSharding(mesh, shared))
 print(jax.jit(jax.value_and_grad(layers(attention('cudnn'))))(p, w, x)[0])
 """,
     "without Triton's products": """
-f = jax.shard_map(summed(layers(attention('xla'))), mesh=mesh, in_specs=(whole, whole, shared), out_specs=whole, check_vma=False)
-print(jax.jit(f, compiler_options={"xla_gpu_enable_triton_gemm": False} if jax.default_backend() == "gpu" else None)(p, w, x)[0])
+inputs = whole, whole, shared
+f = jax.shard_map(summed(layers(attention('xla'))), mesh=mesh, in_specs=inputs, out_specs=whole, check_vma=False)
+options = {"xla_gpu_enable_triton_gemm": False} if jax.default_backend() == "gpu" else None
+print(jax.jit(f, compiler_options=options)(p, w, x)[0])
 """,
 }
 DESCENT = """
@@ -87,8 +92,9 @@ import sys
 import lpes_jax.search.gradient as gradient
 gradient._shardy_crashes = lambda: {gspmd}
 from lpes_jax.search.__main__ import main
-sys.exit(main("--dtype {dtype} --model tiny-retriever --algorithm gradient --curve free --num-pairs 5 --key-length 8 --limit 8 --test-limit 2 "
-              "--steps 2 --look-every 1 --uniform-candidates 1 --overwrite --output-path {folder}".split()))
+sys.exit(main("--dtype {dtype} --model tiny-retriever --algorithm gradient --curve free --num-pairs 5 --key-length 8 "
+              "--limit 8 --test-limit 2 --steps 2 --look-every 1 --uniform-candidates 1 --overwrite "
+              "--output-path {folder}".split()))
 """
 DESCENTS = {"descent": "bfloat16", "descent, float32": "float32"}
 Partitioner = Literal["Shardy", "GSPMD"]
