@@ -24,7 +24,7 @@ import tyro
 from jaxtyping import Float
 
 from lpes_jax.choices import WeightFormat
-from lpes_jax.errors import UserError
+from lpes_jax.errors import Interrupted, UserError
 from lpes_jax.evaluation import BASELINE, Candidate, Outcome, default_metrics, evaluate, slots_of
 from lpes_jax.factors import LayerFactors
 from lpes_jax.json_files import read_json
@@ -118,6 +118,9 @@ def run_script(settings: type[Any], main: Callable[[Any], None], manual: str | N
         main(tyro.cli(settings, description=manual))
     except UserError as error:
         sys.exit(f"error: {error}")
+    except Interrupted as interrupted:
+        print(interrupted, file=sys.stderr)
+        sys.exit(128 + interrupted.number)
 
 
 def in_part(number: int, part: str) -> bool:
