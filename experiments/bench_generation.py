@@ -22,7 +22,7 @@ from typing import Any  # noqa: E402
 import jax  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
-import tyro  # noqa: E402
+from grid import run_script  # noqa: E402
 
 from lpes_jax.generation import generate_ids  # noqa: E402
 from lpes_jax.models.llama import load  # noqa: E402
@@ -91,4 +91,4 @@ def _timed(run: Callable[[], None]) -> float:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Settings, description=__doc__))
+    run_script(Settings, main, __doc__)

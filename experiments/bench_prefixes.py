@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-import tyro
+from grid import run_script
 
 from lpes_jax.models.llama import load
 from lpes_jax.profile.grid import prompt_of
@@ -121,4 +121,4 @@ def main(settings: Settings) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Settings, description=__doc__))
+    run_script(Settings, main, __doc__)

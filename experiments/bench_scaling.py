@@ -14,8 +14,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import tyro
-from grid import markdown_table
+from grid import markdown_table, run_script
 
 from lpes_jax.mesh import make_mesh
 from lpes_jax.models.llama import load
@@ -94,4 +93,4 @@ def main(s: Settings) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Settings, description=__doc__))
+    run_script(Settings, main, __doc__)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import jax
 import numpy as np
-import tyro
+from grid import run_script
 
 from lpes_jax.models.llama import load
 from lpes_jax.scoring import Scorer
@@ -62,4 +62,4 @@ def main(settings: Settings) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Settings, description=__doc__))
+    run_script(Settings, main, __doc__)

@@ -27,8 +27,7 @@ from typing import Any, Literal  # noqa: E402
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
-import tyro  # noqa: E402
-from grid import markdown_table  # noqa: E402
+from grid import markdown_table, run_script  # noqa: E402
 from table05_latency import config_of, random_model  # noqa: E402
 
 from lpes_jax.curves import bezier  # noqa: E402
@@ -170,4 +169,4 @@ if __name__ == "__main__":
         path, shape, tokenizer, layers = sys.argv[2:]
         write_model(Path(path), shape, tokenizer, int(layers))  # pyright: ignore[reportArgumentType]
     else:
-        main(tyro.cli(Settings, description=__doc__))
+        run_script(Settings, main, __doc__)

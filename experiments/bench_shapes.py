@@ -25,7 +25,7 @@ from typing import Any, Literal  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
-import tyro  # noqa: E402
+from grid import run_script  # noqa: E402
 from table05_latency import config_of, random_model  # noqa: E402
 
 from lpes_jax.models.llama import Llama, LlamaConfig  # noqa: E402
@@ -185,4 +185,4 @@ def median(run: Callable[[], Any], rounds: int) -> float:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Settings, description=__doc__))
+    run_script(Settings, main, __doc__)

@@ -8,7 +8,6 @@ position.
 """
 
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
+from grid import run_script
 
 import lpes_jax
 from lpes_jax.errors import UserError
@@ -75,11 +74,12 @@ def compare(settings: Settings) -> dict[str, Any]:
     return {"model": settings.model, "margin": settings.margin, "agreement": total, "bins": bins, **environment()}
 
 
+def main(settings: Settings) -> None:
+    """Compare, and write the figures."""
+    result = compare(settings)
+    if settings.output:
+        settings.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
 if __name__ == "__main__":
-    try:
-        settings = tyro.cli(Settings, description=__doc__)
-        result = compare(settings)
-        if settings.output:
-            settings.output.write_text(json.dumps(result, indent=1) + "\n")
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    run_script(Settings, main, __doc__)

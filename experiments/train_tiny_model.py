@@ -42,8 +42,8 @@ import jax.numpy as jnp
 import measure_tiny_model
 import numpy as np
 import optax
-import tyro
 from flax import nnx
+from grid import run_script
 from jaxtyping import Array, Float, Int
 from measure_tiny_model import POSITIONS, Measurement
 from tiny_prompts import Conditions, Rows, Shape, Template, assemble, draw_content, make_template, make_tokenizer
@@ -386,6 +386,6 @@ def main(settings: Settings) -> None:
 
 if __name__ == "__main__":
     try:
-        main(tyro.cli(Settings, description=__doc__))
+        run_script(Settings, main, __doc__)
     except UserError as error:
         sys.exit(f"error: {error}")
