@@ -24,6 +24,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import tyro
+
 Form = Literal["bf16", "q8", "q4"]
 Step = Literal["genetic", "gradient"]
 
@@ -286,4 +288,8 @@ def gradient(flags: BenchPackedFlags, model: Any, prompts: int) -> Any:
 
 
 if __name__ == "__main__":
-    run_script(BenchPackedFlags, lambda flags: print(json.dumps(measure(flags))) if flags.cell else main(flags), __doc__)
+    chosen = tyro.cli(BenchPackedFlags, description=__doc__)
+    if chosen.cell:
+        print(json.dumps(measure(chosen)))
+    else:
+        main(chosen)
