@@ -21,6 +21,7 @@ from lpes_jax import process
 from lpes_jax.errors import Interrupted, UserError
 from lpes_jax.flags import Parser
 from lpes_jax.limits import check_bounds
+from lpes_jax.models import weight_hash
 from lpes_jax.settings import Settings
 from lpes_jax.settings.groups import check_hosts
 from lpes_jax.store import output
@@ -78,6 +79,8 @@ def run_verb(
                 if named:
                     _check_output(flags, name)
                 check(flags)
+            if "output_path" in flags.flat():  # of a verb whose records identify the model
+                weight_hash.begin(str(flags.flat()["model"]))
             process.import_jax()
             if not needs_torch(flags):
                 process.import_transformers()

@@ -4,15 +4,16 @@
     model = load_llama(checkpoint, "bfloat16")
     save_llama(model, Path("other-folder"))  # transformers can read it
 
-Loading fills one stacked leaf after another, tensor by tensor, in the target dtype, and puts it on the device while the next
-one is read. Peak memory is the loaded model, two more leaves and a few tensors. A checkpoint is loaded completely or refused:
+Loading fills one stacked leaf after another, tensor by tensor, in the target dtype. On a GPU, tensors are copied as they lie in
+the file, and transposed and stacked there: in addition to the model, the device holds a few tensors (`_TENSORS_AHEAD`). On a
+CPU, and for packed weights, a leaf is put on the device while the next one is read: peak memory is the loaded model, two more
+leaves and a few tensors. A checkpoint is loaded completely or refused:
 one error lists all tensors that are missing, unknown or of another shape, before anything large is allocated. Pickle files are
 never opened.
 
 `Checkpoint` is the common interface of folders and GGUF files: a `LlamaConfig`, and tensors under their Hugging Face names.
 """
 
-import hashlib
 import json
 import math
 import os
@@ -22,16 +23,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes  # noqa: F401 (adds bfloat16 to numpy, and so to safetensors)
+import ml_dtypes
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Shaped
 from safetensors import SafetensorError, safe_open
@@ -49,6 +50,7 @@ from lpes_jax.models.llama.model import Llama, with_full_weights, with_weights
 from lpes_jax.models.llama.packed import Packed
 from lpes_jax.models.llama.packing import LAYOUTS, Blocks, Layout, Stack, combined, from_gguf, int8_layout, rounded
 from lpes_jax.models.llama.sharding import check_blocks, check_model_axis, weight_spec
+from lpes_jax.models.weight_hash import sha256_of
 from lpes_jax.store.files import replacing, write_text
 
 # Leaf of `Llama` -> its Hugging Face tensor ({} is the layer; layers are stacked on the first axis), and whether it is
@@ -85,9 +87,15 @@ FUSED = {
 _HEAD, _EMBEDDING = RULES[("head",)][0], RULES[("embed",)][0]
 
 DTYPES = ("bfloat16", "float16", "float32")
-_SAFETENSORS_DTYPES = ("BF16", "F16", "F32", "F64")
+_SAFETENSORS_DTYPES = {
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype(np.float16),
+    "F32": np.dtype(np.float32),
+    "F64": np.dtype(np.float64),
+}
 _ROWS = 64
 _READERS = min(8, os.cpu_count() or 1)  # threads that read, dequantise and copy tensors, each with one tensor in memory
+_TENSORS_AHEAD = 8  # tensors that are read or on their way to the device while one is stacked
 _MOST_HEADER_BYTES = 100_000_000  # the library's limit
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
@@ -123,13 +131,8 @@ class Checkpoint(ABC):
         """The files that hold the weights, sorted by name."""
 
     def sha256(self) -> str:
-        """A hash of the concatenated weight files."""
-        digest = hashlib.sha256()
-        for path in self.weight_files():
-            with open(path, "rb") as file:
-                while chunk := file.read(2**20):
-                    digest.update(chunk)
-        return digest.hexdigest()
+        """A hash of the concatenated weight files. A command has begun it early (`weight_hash`)."""
+        return sha256_of(self.weight_files())
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -158,6 +161,7 @@ class SafetensorsCheckpoint(Checkpoint):
         self.config = LlamaConfig.from_hf(_read_json(path / "config.json"), str(path / "config.json"))
         self._files: dict[str, Path] = {}  # tensor -> its file
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._data: dict[str, tuple[np.dtype, int]] = {}  # tensor -> its dtype, and where it begins in the file
         if weights.exists():
             self._scan(weights)
         else:
@@ -170,9 +174,19 @@ class SafetensorsCheckpoint(Checkpoint):
         return self._shapes[name]
 
     def read(self, name: str, rows: slice = ALL) -> Shaped[np.ndarray, "*shape"]:
-        # Opened for each tensor: the file is mapped, and pages stay resident until it is closed.
-        with _open_safetensors(self._files[name]) as file:
-            return file.get_tensor(name) if rows == ALL else file.get_slice(name)[rows]
+        # A view of the mapped file, because safetensors' own reader copies with the interpreter locked. It is mapped for each
+        # tensor, and its pages stay resident as long as the view exists.
+        path, (dtype, begin), shape = self._files[name], self._data[name], self._shapes[name]
+        if not math.prod(shape):
+            return np.empty(shape, dtype)[rows]
+        try:
+            with open(path, "rb") as file:
+                if hasattr(os, "posix_fadvise"):  # reads ahead what is not in the page cache
+                    os.posix_fadvise(file.fileno(), begin, math.prod(shape) * dtype.itemsize, os.POSIX_FADV_WILLNEED)
+                tensor = np.asarray(np.memmap(file, dtype, "r", begin, shape))[rows]
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path}: truncated or not a safetensors file ({error}); fetch it again") from error
+        return tensor if tensor.flags.aligned else tensor.copy()
 
     def weight_files(self) -> list[Path]:
         return sorted(set(self._files.values()))
@@ -181,6 +195,7 @@ class SafetensorsCheckpoint(Checkpoint):
         _check_length(path)
         with _open_safetensors(path) as file:
             names = set(file.keys())
+            entries, begin = _header(path)
             if twice := sorted(names & self._files.keys()):
                 raise UserError(f"{path}: also in {self._files[twice[0]].name}: {_few(twice)}; fetch the folder again")
             for name in names:
@@ -189,6 +204,7 @@ class SafetensorsCheckpoint(Checkpoint):
                 self._shapes[name] = tuple(header.get_shape())
                 if (dtype := header.get_dtype()) not in _SAFETENSORS_DTYPES:
                     raise UserError(f"{path}: {name} is {dtype}; supported: {', '.join(_SAFETENSORS_DTYPES)}")
+                self._data[name] = _SAFETENSORS_DTYPES[dtype], begin + entries[name]["data_offsets"][0]
         return names
 
     def _scan_shards(self, index: Path) -> None:
@@ -276,12 +292,19 @@ def load_llama(
     if mesh is not None:
         for path, layout in layouts.items():
             check_blocks(mesh, path[1], dict(leaves)[path].shape[1], layout.group)
-    reads = [partial(_read_leaf, checkpoint, path, leaf.shape, layouts.get(path, dtype)) for path, leaf in leaves]
-    loaded, packed = [], {}
-    for (path, leaf), parts in zip(leaves, _one_ahead(reads), strict=True):
+    stacked = {path for path, _ in leaves if RULES[path][1] and path not in layouts} if _off_the_cpu(mesh) else set()
+    reads = [
+        partial(_read_leaf, checkpoint, path, leaf.shape, layouts.get(path, dtype))
+        for path, leaf in leaves
+        if path not in stacked
+    ]
+    loaded, packed, on_host = [], {}, _one_ahead(reads)
+    for path, leaf in leaves:
         between()
-        on_device = _placed(path, parts, mesh)
-        del parts
+        if path in stacked:
+            on_device = _stacked_on_device(checkpoint, path, leaf.shape, dtype, mesh)
+        else:
+            on_device = _placed(path, next(on_host), mesh)
         if isinstance(on_device, dict):
             packed[path[1]] = Packed(**on_device)
             loaded.append((path, leaf.replace(jnp.zeros(0, dtype))))  # replaced below
@@ -459,6 +482,71 @@ def _read_packed(checkpoint: Checkpoint, stack: Stack, name: str, index: tuple[i
     stack.fill(index[0], checkpoint.read_blocks(name, rows) if packed else rounded(checkpoint.read(name, rows)))
 
 
+def _off_the_cpu(mesh: Mesh | None) -> bool:
+    """Whether the weights go to a GPU or TPU, which transposes them faster than the host."""
+    return (jax.default_backend() if mesh is None else mesh.devices.flat[0].platform) != "cpu"
+
+
+def _stacked_on_device(
+    checkpoint: Checkpoint, path: tuple[Any, ...], shape: tuple[int, ...], dtype: np.dtype, mesh: Mesh | None
+) -> jax.Array:
+    """A transposed leaf: its tensors are copied to the devices in torch order, and transposed and stacked there."""
+    own = raw = None
+    if mesh is not None:
+        spec = weight_spec(path)
+        own = NamedSharding(mesh, spec)
+        raw = NamedSharding(mesh, PartitionSpec(*(*spec, *[None] * len(shape))[: len(shape)][:-3:-1]))  # of one tensor
+    empty, set_layer, transposed = _programs(own)
+
+    def read(tensor: tuple[Any, ...]) -> np.ndarray:
+        name, _, rows, _ = tensor
+        return checkpoint.read(name, rows).astype(dtype, copy=False)
+
+    tensors = list(tensors_of(path, shape, checkpoint.config))
+    stack = empty(shape, dtype) if len(shape) == 3 else None
+    on_their_way: deque[tuple[tuple[int, ...], Any]] = deque()  # index, array on the device
+
+    def take() -> None:
+        nonlocal stack
+        index, tensor = on_their_way.popleft()
+        tensor.block_until_ready()
+        stack = transposed(tensor) if stack is None else set_layer(stack, tensor, *index)
+
+    for tensor, array in zip(tensors, _some_ahead(read, tensors), strict=True):
+        on_their_way.append((tensor[1], jax.device_put(array) if raw is None else put(array, raw)))
+        if len(on_their_way) == _TENSORS_AHEAD:
+            take()
+    while on_their_way:
+        take()
+    assert stack is not None  # every leaf has a tensor
+    return stack.block_until_ready()
+
+
+@cache
+def _programs(sharding: NamedSharding | None) -> tuple[Callable[..., jax.Array], ...]:
+    """Compiled functions whose result has a sharding: an empty stack, a stack with a layer set in place, a transposition."""
+    jit = partial(jax.jit, out_shardings=sharding)
+    return (
+        jit(jnp.zeros, static_argnums=(0, 1)),
+        jit(
+            lambda stack, tensor, index: jax.lax.dynamic_update_index_in_dim(stack, tensor.T, index, 0),
+            donate_argnums=0,
+        ),
+        jit(jnp.transpose),
+    )
+
+
+def _some_ahead(read: Callable[[Any], np.ndarray], tensors: list[Any]) -> Iterator[np.ndarray]:
+    """The results of `read` in order, computed by threads, with at most `_READERS` ahead of the one in use."""
+    with ThreadPoolExecutor(_READERS) as pool:
+        pending = deque(pool.submit(read, tensor) for tensor in tensors[:_READERS])
+        for tensor in [*tensors[_READERS:], *[None] * len(pending)]:
+            result = pending.popleft().result()
+            if tensor is not None:
+                pending.append(pool.submit(read, tensor))
+            yield result
+
+
 def _one_ahead(reads: Iterable[Callable[[], Any]]) -> Iterator[Any]:
     """The results of the functions in order. While one is in use, the next is computed in a thread."""
     with ThreadPoolExecutor(1) as pool:
@@ -488,6 +576,13 @@ def _open_safetensors(path: Path) -> safe_open:
         return safe_open(path, framework="numpy")
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path}: truncated or not a safetensors file ({error}); fetch it again") from error
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int]:
+    """The entries of a safetensors file that the library has checked, and where the data begin."""
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        return json.loads(file.read(length)), 8 + length
 
 
 def _check_length(path: Path) -> None:

@@ -21,6 +21,7 @@ from lpes_jax.errors import UserError
 from lpes_jax.generation import generate_ids
 from lpes_jax.mesh import BY_POPULATION, EVERYWHERE, make_mesh, over_population, put
 from lpes_jax.methods.ms_poe import ms_poe
+from lpes_jax.models.llama import checkpoint
 from lpes_jax.models.llama.method import table_method
 from lpes_jax.models.llama.model import with_eight_bits
 from lpes_jax.models.llama.sharding import put_model
@@ -179,6 +180,16 @@ def test_programs_compiled_side_by_side_give_the_same_scores_and_are_compiled_on
     counted = compilations(begun[0])
     assert counted["programs"] + counted["from_cache"] == scorer.compilations == 3, (counted, scorer.compilations)
     np.testing.assert_array_equal(found.log_likelihood, wanted.log_likelihood)
+
+
+def test_weights_that_are_stacked_on_the_devices_have_the_same_shards(model_folder, models, monkeypatch):
+    """As on GPUs, which get tensors as they lie in the file."""
+    monkeypatch.setattr(checkpoint, "_off_the_cpu", lambda mesh: True)
+    for mesh, model in models.items():
+        found = lj.load_model(str(model_folder), "float32", mesh)
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(model), strict=True):
+            np.testing.assert_array_equal(one, other)
+            assert one.sharding == other.sharding
 
 
 def test_packed_weights_score_the_same_on_any_mesh_or_are_refused(model_folder, models, prompts):

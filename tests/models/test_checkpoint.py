@@ -21,6 +21,8 @@ from safetensors.numpy import load_file, save_file
 from selection import mostly_long
 
 from lpes_jax.errors import UserError
+from lpes_jax.models import weight_hash
+from lpes_jax.models.llama import checkpoint
 from lpes_jax.models.llama.checkpoint import load_llama, open_checkpoint, save_llama
 from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.gguf_model import TENSOR_NAMES
@@ -100,6 +102,17 @@ def shard(folder: Path) -> dict:
     return index
 
 
+def fuse(folder: Path, tensors: dict[str, np.ndarray]) -> None:
+    """Make the folder one of Phi-3, whose queries, keys and values are one tensor, as are gate and up; `tensors` too."""
+    for layer in range(3):
+        attention, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
+        fused = [tensors.pop(f"{attention}{name}_proj.weight") for name in "qkv"]
+        tensors[f"{attention}qkv_proj.weight"] = np.concatenate(fused)
+        tensors[f"{mlp}gate_up_proj.weight"] = np.concatenate([tensors.pop(f"{mlp}{n}_proj.weight") for n in ("gate", "up")])
+    (folder / "config.json").write_text(json.dumps(replace(CONFIG, model_type="phi3").to_hf()))
+    save_file(tensors, folder / "model.safetensors")
+
+
 def assert_same(one: Llama, other: Llama) -> None:
     assert one.config == other.config
     jax.tree.map(np.testing.assert_array_equal, nnx.split(one)[1], nnx.split(other)[1])
@@ -140,6 +153,39 @@ def test_stored_and_loaded_dtypes(tmp_path, stored, dtype):
     model = load_llama(open_checkpoint(tmp_path), dtype)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(nnx.split(model)[1])} == {dtype}
     np.testing.assert_array_equal(model.layers.query[1], tensors[Q_PROJ].T.astype(model.embed[...].dtype))
+
+
+@pytest.mark.parametrize("stored", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("kind", ["folder", "fused", "gguf"])
+def test_stacked_on_the_device_is_the_same(tmp_path, monkeypatch, kind, stored):
+    """What a GPU does: it gets tensors as they lie in the file, transposes and stacks them."""
+    tensors = write_folder(tmp_path, dtype=stored)
+    path = tmp_path
+    if kind == "gguf":
+        path = tmp_path / "model.gguf"
+        write_gguf(path, CONFIG, {name: tensor.astype(np.float32) for name, tensor in tensors.items()})
+    elif kind == "fused":
+        fuse(tmp_path, tensors)
+    for dtype in ("float32", "bfloat16"):
+        on_host = load_llama(open_checkpoint(path), dtype)
+        monkeypatch.setattr(checkpoint, "_off_the_cpu", lambda mesh: True)
+        on_device = load_llama(open_checkpoint(path), dtype)
+        monkeypatch.undo()
+        assert_same(on_device, on_host)
+        assert not any(leaf.committed for leaf in jax.tree.leaves(on_device))
+
+
+def test_a_tensor_that_lies_askew_in_the_file(tmp_path):
+    """Headers are padded to eight bytes by convention only."""
+    tensors = write_folder(tmp_path)
+    content = (tmp_path / "model.safetensors").read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = content[8 : 8 + length] + b" "
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
+    found = open_checkpoint(tmp_path)
+    assert found.read(Q_PROJ).flags.aligned
+    np.testing.assert_array_equal(found.read(Q_PROJ), tensors[Q_PROJ])
+    np.testing.assert_array_equal(found.read(Q_PROJ, slice(3, 7)), tensors[Q_PROJ][3:7])
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -200,6 +246,42 @@ def test_sha256_of_the_weight_files_in_order(tmp_path):
     shard(tmp_path)
     both = b"".join((tmp_path / f"model-0000{number}-of-00002.safetensors").read_bytes() for number in (1, 2))
     assert open_checkpoint(tmp_path).sha256() == hashlib.sha256(both).hexdigest()
+
+
+@pytest.mark.parametrize("kind", ["file", "shards", "gguf"])
+def test_a_hash_that_was_begun_early_is_that_of_the_files(tmp_path, monkeypatch, kind):
+    tensors, path = write_folder(tmp_path), tmp_path
+    if kind == "shards":
+        shard(tmp_path)
+    if kind == "gguf":
+        path = tmp_path / "model.gguf"
+        write_gguf(path, CONFIG, tensors)
+    expected = open_checkpoint(path).sha256()
+    weight_hash.begin(str(path))
+    files = open_checkpoint(path).weight_files()
+    [future] = weight_hash._begun.values()
+    assert future.result() == expected
+    monkeypatch.setattr(weight_hash, "_hashed", lambda files: "hashed again")
+    assert open_checkpoint(path).sha256() == expected  # once
+    assert open_checkpoint(path).sha256() == "hashed again"
+    monkeypatch.undo()
+    weight_hash.begin(str(path))
+    with open(files[-1], "r+b") as file:  # a file that was written since is hashed again
+        file.seek(-1, 2)
+        file.write(b"\x77")
+    os.utime(files[-1], ns=(0, 0))
+    whole = b"".join(file.read_bytes() for file in files)
+    assert open_checkpoint(path).sha256() == hashlib.sha256(whole).hexdigest() != expected
+    weight_hash._begun.clear()
+
+
+@pytest.mark.parametrize("index", [None, "[", "{}", '{"weight_map": {"a": ["b"], "c": 1}}', '{"weight_map": {"a": "absent"}}'])
+def test_nothing_is_begun_for_what_cannot_be_hashed(tmp_path, index):
+    if index is not None:
+        (tmp_path / "model.safetensors.index.json").write_text(index)
+    for name in (tmp_path, tmp_path / "absent.gguf", "", "tiny-retriever", "org/name"):
+        weight_hash.begin(str(name))
+    assert not weight_hash._begun
 
 
 def test_missing_shards_are_listed(tmp_path):
@@ -279,14 +361,8 @@ def test_a_head_that_is_missing_is_no_tied_one(tmp_path):
 
 def test_parts_of_fused_tensors(tmp_path):
     """Phi-3: queries, keys and values lie below one another in one tensor, gate and up in another."""
-    config = replace(CONFIG, model_type="phi3")
-    tensors = write_folder(tmp_path, config)
-    for layer in range(3):
-        attention, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
-        fused = [tensors.pop(f"{attention}{name}_proj.weight") for name in "qkv"]
-        tensors[f"{attention}qkv_proj.weight"] = np.concatenate(fused)
-        tensors[f"{mlp}gate_up_proj.weight"] = np.concatenate([tensors.pop(f"{mlp}{n}_proj.weight") for n in ("gate", "up")])
-    save_file(tensors, tmp_path / "model.safetensors")
+    tensors = write_folder(tmp_path)
+    fuse(tmp_path, tensors)
     whole = load_llama(open_checkpoint(tmp_path), "float32")
     qkv, gate_up = tensors["model.layers.2.self_attn.qkv_proj.weight"], tensors["model.layers.2.mlp.gate_up_proj.weight"]
     assert qkv.shape == (32 + 16 + 16, 20) and gate_up.shape == (2 * 24, 20)
