@@ -28,7 +28,7 @@ from jaxtyping import Float
 from transfer import load_cell
 
 from lpes_jax.errors import UserError
-from lpes_jax.evaluation import BASELINE, Candidate, Outcome, evaluate, slots_of
+from lpes_jax.evaluation import BASELINE, Candidate, Conditions, Outcome, evaluate, slots_of
 from lpes_jax.factors import LayerFactors
 from lpes_jax.models.llama import Loaded, load
 from lpes_jax.models.llama.chat import Chat, make_chat
@@ -171,10 +171,7 @@ def measure(
         examples,
         slots_of(task, (0,)),
         [Candidate(BASELINE), Candidate("pi", mean), Candidate("lpes", factors)],
-        metrics=task.metrics,
-        stop_ids=loaded.stop_ids,
-        overlength="skip",
-        batch_size=s.batch_size,
+        Conditions(task.metrics, stop_ids=loaded.stop_ids, overlength="skip", batch_size=s.batch_size),
     )
 
 

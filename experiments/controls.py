@@ -52,7 +52,7 @@ from lpes_jax.search.checks import check_weights
 from lpes_jax.search.gradient import Look, descend
 from lpes_jax.search.minibatches import Data, pack
 from lpes_jax.search.mixture import mixture_of
-from lpes_jax.search.objective import groups_of
+from lpes_jax.search.objective import mixture_tasks
 from lpes_jax.search.plain_text import text_windows
 from lpes_jax.search.scorers import search_prompts
 from lpes_jax.search.settings import scaled_layers, search_space
@@ -378,9 +378,9 @@ def _data_of_mixture(s: Settings, loaded: Loaded, seed: int) -> tuple[Data, Data
     for part, task_slots in zip(mixture.parts, slots, strict=True):
         examples = part.task.examples("search", part.limit, seed)
         prompts.append(search_prompts(settings, config, part.task, tokenizer, examples, task_slots, Counter()))
-    groups = groups_of(mixture.titles, mixture.weights, slots, prompts, s.weights)
+    tasks = mixture_tasks(mixture.titles, mixture.weights, slots, prompts, s.weights)
     descent = Gradient(settings, search_space(settings, config, scaled_layers(settings, config.num_layers)))
-    return descent.data(loaded.model, tokenizer, prompts, groups, s.weights)
+    return descent.data(loaded.model, tokenizer, prompts, tasks, s.weights)
 
 
 def _report(

@@ -25,12 +25,12 @@ from jaxtyping import Float
 
 from lpes_jax.choices import WeightFormat
 from lpes_jax.errors import Interrupted, UserError
-from lpes_jax.evaluation import BASELINE, Candidate, Outcome, default_metrics, evaluate, slots_of
+from lpes_jax.evaluation import BASELINE, Candidate, Conditions, Outcome, default_metrics, evaluate, slots_of
 from lpes_jax.factors import LayerFactors
 from lpes_jax.json_files import read_json
 from lpes_jax.models.llama import Loaded, load
 from lpes_jax.search import SearchSettings, preset, run_search
-from lpes_jax.search.scorers import fit
+from lpes_jax.search.scorers import fitting_prompts
 from lpes_jax.settings.search import as_record
 from lpes_jax.store.files import write_json, write_text
 from lpes_jax.tasks.flags import task_of, title_of
@@ -212,7 +212,7 @@ def check_held_out(settings: SearchSettings, loaded: Loaded) -> None:
     examples = task.examples("test", settings.questions.test_limit, settings.run.seed)
     prompts = [task.prompt(example, *slot) for example in examples for slot in slots]
     generates = (settings.questions.metrics or default_metrics(task))[0] != "prefix"
-    fit(settings, loaded.model.config, task, loaded.tokenizer, prompts, generates)
+    fitting_prompts(settings, loaded.model.config, task, loaded.tokenizer, prompts, generates)
 
 
 def held_out(settings: SearchSettings, loaded: Loaded, candidates: Mapping[str, LayerFactors]) -> dict[str, Outcome]:
@@ -225,11 +225,12 @@ def held_out(settings: SearchSettings, loaded: Loaded, candidates: Mapping[str, 
         task.examples("test", settings.questions.test_limit, settings.run.seed),
         slots_of(task, settings.questions.positions),
         [Candidate(BASELINE), *(Candidate(name, factors) for name, factors in candidates.items())],
-        metrics=settings.questions.metrics or default_metrics(task)[:1],
-        max_new_tokens=settings.questions.max_new_tokens,
-        stop_ids=loaded.stop_ids,
-        overlength=settings.questions.overlength,
-        batch_size=settings.devices.batch_size,
+        Conditions.of(
+            settings.questions,
+            settings.questions.metrics or default_metrics(task)[:1],
+            loaded.stop_ids,
+            settings.devices.batch_size,
+        ),
     )
     return {outcome.candidate.name: outcome for outcome in outcomes}
 

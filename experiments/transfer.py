@@ -27,7 +27,7 @@ from jaxtyping import Float
 
 from lpes_jax.errors import UserError
 from lpes_jax.evaluate.perplexity import text_nlls
-from lpes_jax.evaluation import BASELINE, Candidate, Outcome, default_metrics, evaluate, slots_of
+from lpes_jax.evaluation import BASELINE, Candidate, Conditions, Outcome, default_metrics, evaluate, slots_of
 from lpes_jax.factors import LayerFactors
 from lpes_jax.json_files import read_json
 from lpes_jax.models.llama import LlamaConfig, Loaded, load
@@ -134,11 +134,13 @@ def measure(
             ),
             slots_of(task, f.positions if task.num_items > 1 else (0,)),
             [Candidate(BASELINE), candidate] if candidate.plain else [candidate],  # both: they leave out the same questions
-            metrics=_metrics(task),
-            max_new_tokens=f.max_new_tokens,
-            stop_ids=loaded.stop_ids,
-            overlength=f.overlength,
-            batch_size=f.batch_size,
+            Conditions(
+                _metrics(task),
+                max_new_tokens=f.max_new_tokens,
+                stop_ids=loaded.stop_ids,
+                overlength=f.overlength,
+                batch_size=f.batch_size,
+            ),
         )
         scores[title] = _scores(outcome)
         if "f1" in outcome.scores:

@@ -19,9 +19,9 @@ Counts of questions, prompts and outputs in `results.json`, per candidate (`COUN
 The first four count all requested questions; a search records the same counts of its own questions as
 `selection.search_questions`.
 
-In 16 bits a verdict can depend on the shape of its batch, because rounding can swap two nearly equally likely tokens.
-`verdicts_changed_alone` counts such verdicts among the first prompts, which are scored again one by one. Methods lack this
-count, because each would have to be compiled again.
+In 16 bits a verdict can depend on the shape of its batch, because rounding can swap two nearly equally likely tokens. The first
+prompts are therefore also scored one by one, and `verdicts_changed_alone` counts the verdicts that differ. Methods do not have
+this count, because each would have to be compiled again.
 
 Letters: Q questions, S slots, N = Q x S prompts.
 """
@@ -43,6 +43,7 @@ from lpes_jax.methods import Maker
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.scores import LikelihoodScorer
 from lpes_jax.scoring import OptionScorer, Scorer
+from lpes_jax.settings.groups import QuestionSettings
 from lpes_jax.tasks import prompts as task_prompts
 from lpes_jax.tasks.leaks import count_leaky
 from lpes_jax.tasks.metrics import begins_with
@@ -54,7 +55,7 @@ COUNTS = (
     *("outputs_empty", "outputs_ended_by_length", "outputs_with_unknown_ids", "verdicts_changed_alone"),
 )
 SINGLE = 32  # prompts that are also scored one by one
-Report = Callable[[int], None]
+OnPrompts = Callable[[int], None]  # gets the number of prompts that were finished
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,41 @@ class Candidate:
     factors: LayerFactors | None = None
     plain: bool = False
     method: Maker | None = None
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What all candidates of a measurement have in common.
+
+    Attributes:
+        metrics: `prefix` or metrics of the task.
+        max_new_tokens: The limit of new tokens; None means the task's.
+        stop_ids: Ids that end an output.
+        stop: Texts that end an output, in addition to the task's.
+        overlength: Whether prompts that are too long are an error, or their questions are skipped.
+        drop_leaky: See `lpes_jax.tasks.leaks.count_leaky`.
+        batch_size: Prompts per pass and device; None means as many as fit the memory.
+    """
+
+    metrics: Sequence[str] = ("prefix",)
+    max_new_tokens: int | None = None
+    stop_ids: Sequence[int] = ()
+    stop: Sequence[str] = ()
+    overlength: Overlength = "error"
+    drop_leaky: bool = False
+    batch_size: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        flags: QuestionSettings,
+        metrics: Sequence[str],
+        stop_ids: Sequence[int],
+        batch_size: int | None,
+        stop: Sequence[str] = (),
+    ) -> "Conditions":
+        """The conditions that a verb's flags ask for."""
+        return cls(metrics, flags.max_new_tokens, stop_ids, stop, flags.overlength, flags.drop_leaky, batch_size)
 
 
 @dataclass(frozen=True)
@@ -142,15 +178,9 @@ def evaluate(
     examples: Sequence[Any],
     slots: Sequence[tuple[int, int]],
     candidates: Sequence[Candidate],
+    conditions: Conditions | None = None,
     *,
-    metrics: Sequence[str] = ("prefix",),
-    max_new_tokens: int | None = None,
-    stop_ids: Sequence[int] = (),
-    stop: Sequence[str] = (),
-    overlength: Overlength = "error",
-    drop_leaky: bool = False,
-    batch_size: int | None = None,
-    on_prompts: Report = lambda count: None,
+    on_prompts: OnPrompts = lambda count: None,
     measured: dict[Any, Outcome] | None = None,
     earlier: Mapping[str, Outcome] = MappingProxyType({}),
     on_outcome: Callable[[Outcome], None] = lambda outcome: None,
@@ -165,13 +195,7 @@ def evaluate(
         examples: Its questions.
         slots: The slots of the fact, as (slot, position); see `slots_of`.
         candidates: What is measured.
-        metrics: `prefix` or metrics of the task.
-        max_new_tokens: The limit of new tokens; None means the task's.
-        stop_ids: Ids that end an output.
-        stop: Texts that end an output, in addition to the task's.
-        overlength: Whether prompts that are too long are an error, or their questions are skipped.
-        drop_leaky: See `lpes_jax.tasks.leaks.count_leaky`.
-        batch_size: Prompts per pass and device; None means as many as fit the memory.
+        conditions: What all candidates have in common; None means the defaults of `Conditions`.
         on_prompts: Called with the number of finished prompts.
         measured: Outcomes of earlier calls with the same model, by request and factors; new outcomes are added.
         earlier: Outcomes of an interrupted call, by the candidates' names.
@@ -184,49 +208,29 @@ def evaluate(
             is left, `earlier` has other questions or metrics, or a candidate's method refuses the prompts' length or gives
             logits that are not finite.
     """
-    known = ("prefix", *task.metrics) if task.decided_by == "generation" else task.metrics
-    if unknown := [metric for metric in metrics if metric not in known]:
-        raise UserError(f"--metrics {unknown[0]}: --task {task.name} has {', '.join(known)}")
-    new_tokens = task.max_new_tokens if max_new_tokens is None else max_new_tokens
-    generates = task.decided_by == "generation" and any(metric != "prefix" for metric in metrics)
-    measure = _Measure(model, tokenizer, metrics, new_tokens if generates else 0, stop_ids, stop, batch_size, on_prompts)
-    fitted = {
-        plain: measure.fit(version, examples, slots, overlength, drop_leaky)
+    measure = _Measure(model, tokenizer, task, conditions or Conditions(), on_prompts)
+    versions = [
+        (plain, version, measure.fitting(version, examples, slots))
         for plain, version in ((True, task.plain), (False, task))
         if version is not None and any(candidate.plain == plain for candidate in candidates)
-    }
-    left_out = {example for fit, _ in fitted.values() for example in fit.skipped}
+    ]
+    left_out = {example for _, _, (fitted, _) in versions for example in fitted.skipped}
     measured, outcomes = {} if measured is None else measured, []
-    for plain, (fit, counts) in fitted.items():
-        version = task.plain if plain else task
-        assert version is not None
-        prompts = [prompt for prompt in fit.prompts if prompt.example not in left_out]
+    for plain, version, (fitted, counts) in versions:
+        prompts = [prompt for prompt in fitted.prompts if prompt.example not in left_out]
         if not prompts:
             raise UserError(f"--overlength skip leaves out all {len(examples)} questions; use fewer items per prompt")
         counts |= {"questions_skipped": len(left_out), "prompts_cut": sum(prompt.was_cut for prompt in prompts)}
-        request = (
-            version,
-            tuple(slots),
-            prompts_sha256(prompts),
-            tuple(metrics),
-            measure.new_tokens,
-            tuple(stop_ids),
-            tuple(stop),
-        )
-        new_candidates: dict[Any, Candidate] = {}
+        request = measure.request(version, prompts, slots)
         chosen = [
             (candidate, (request, _key(candidate, model.config.num_layers)))
             for candidate in candidates
             if candidate.plain == plain
         ]
+        new_candidates: dict[Any, Candidate] = {}
         for candidate, key in chosen:
             if candidate.name in earlier:
-                before = earlier[candidate.name]
-                if before.main.shape != (len(prompts) // len(slots), len(slots)) or before.scores.keys() != set(metrics):
-                    raise UserError(
-                        f"--resume: {candidate.name} was measured on other questions or metrics; give another --output-path"
-                    )
-                measured[key] = before
+                measured[key] = measure.resumed(earlier[candidate.name], prompts, len(slots))
             if key in measured or key in new_candidates:
                 on_prompts(len(prompts))
             else:
@@ -240,7 +244,7 @@ def evaluate(
                 elif on_refused is None:
                     raise outcome
                 else:
-                    for candidate in (candidate for candidate, its_key in chosen if its_key == key):
+                    for candidate in (candidate for candidate, own_key in chosen if own_key == key):
                         on_refused(candidate, outcome)
         outcomes += [
             replace(measured[key], candidate=candidate, prompts=prompts, counts=measured[key].counts | counts)
@@ -258,35 +262,46 @@ def _key(candidate: Candidate, num_layers: int) -> Any:
     return (candidate.factors or LayerFactors.uniform(1.0, num_layers)).key
 
 
-@dataclass(frozen=True)
 class _Measure:
-    """The arguments that all candidates share. `new_tokens` is 0 if nothing is generated."""
+    """Measures candidates on a task's prompts. `new_tokens` is 0 if nothing is generated."""
 
-    model: Llama
-    tokenizer: Any
-    metrics: Sequence[str]
-    new_tokens: int
-    stop_ids: Sequence[int]
-    stop: Sequence[str]
-    batch_size: int | None
-    on_prompts: Report
+    def __init__(self, model: Llama, tokenizer: Any, task: Task, conditions: Conditions, on_prompts: OnPrompts):
+        known = ("prefix", *task.metrics) if task.decided_by == "generation" else task.metrics
+        if unknown := [metric for metric in conditions.metrics if metric not in known]:
+            raise UserError(f"--metrics {unknown[0]}: --task {task.name} has {', '.join(known)}")
+        generates = task.decided_by == "generation" and any(metric != "prefix" for metric in conditions.metrics)
+        most = task.max_new_tokens if conditions.max_new_tokens is None else conditions.max_new_tokens
+        self.model, self.tokenizer, self.conditions, self.on_prompts = model, tokenizer, conditions, on_prompts
+        self.metrics, self.batch_size = conditions.metrics, conditions.batch_size
+        self.new_tokens = most if generates else 0
 
-    def fit(
-        self, task: Task, examples: Sequence[Any], slots: Sequence[tuple[int, int]], overlength: Overlength, drop_leaky: bool
+    def fitting(
+        self, task: Task, examples: Sequence[Any], slots: Sequence[tuple[int, int]]
     ) -> tuple[task_prompts.Fitted, dict[str, int]]:
         """The prompts that fit, and the counts of leaky questions."""
         prompts = [task.prompt(example, slot, position) for example in examples for slot, position in slots]
-        prompts, counts = count_leaky(prompts, drop_leaky)
-        window = self.model.config.max_position_embeddings
+        prompts, counts = count_leaky(prompts, self.conditions.drop_leaky)
         fitted = task_prompts.fit(
             prompts,
             self.tokenizer,
-            window,
+            self.model.config.max_position_embeddings,
             max_prompt_tokens=task.max_prompt_tokens,
             new_tokens=self.new_tokens,
-            overlength=overlength,
+            overlength=self.conditions.overlength,
         )
         return fitted, counts
+
+    def request(self, task: Task, prompts: Sequence[Prompt], slots: Sequence[tuple[int, int]]) -> tuple[Any, ...]:
+        """What the outcomes of all candidates depend on, in addition to the model."""
+        texts = tuple(self.conditions.stop_ids), tuple(self.conditions.stop)
+        return task, tuple(slots), prompts_sha256(prompts), tuple(self.metrics), self.new_tokens, *texts
+
+    def resumed(self, earlier: Outcome, prompts: Sequence[Prompt], num_slots: int) -> Outcome:
+        """The outcome of an interrupted call. Raises UserError if it was measured on other questions or metrics."""
+        if earlier.main.shape != (len(prompts) // num_slots, num_slots) or earlier.scores.keys() != set(self.metrics):
+            name = earlier.candidate.name
+            raise UserError(f"--resume: {name} was measured on other questions or metrics; give another --output-path")
+        return earlier
 
     def outcomes(
         self, task: Task, prompts: list[Prompt], num_slots: int, candidates: Sequence[Candidate], counts: dict[str, int]
@@ -352,7 +367,7 @@ class _Measure:
         return self._generated(outcome, task, encoded, factors, shape) if self.new_tokens else outcome
 
     def _verdicts(
-        self, scorer: LikelihoodScorer, candidate: Candidate, factors: LayerFactors, on_prompts: Report
+        self, scorer: LikelihoodScorer, candidate: Candidate, factors: LayerFactors, on_prompts: OnPrompts
     ) -> tuple[Bool[np.ndarray, "N"], Float[np.ndarray, "N"]]:
         if candidate.method is None:
             correct, log_likelihood = scorer(
@@ -373,20 +388,20 @@ class _Measure:
     def _generated(
         self, outcome: Outcome, task: Task, encoded: Sequence[EncodedPrompt], factors: LayerFactors, shape: tuple[int, int]
     ) -> Outcome:
-        report = self.on_prompts if "prefix" not in self.metrics else lambda count: None  # each prompt counts once
+        on_prompts = self.on_prompts if "prefix" not in self.metrics else lambda count: None  # each prompt counts once
         ids = generate_ids(
             self.model,
             [prompt.ids for prompt in encoded],
             factors=factors,
             make_method=None if outcome.candidate.method is None else partial(outcome.candidate.method, self.model.config),
             max_new_tokens=self.new_tokens,
-            stop=self.stop_ids,
+            stop=self.conditions.stop_ids,
             batch_size=self.batch_size,
-            on_prompts=report,
+            on_prompts=on_prompts,
             name=outcome.candidate.name,
         )
         outputs = [
-            task_prompts.before_stop(output, (*task.stop, *self.stop))
+            task_prompts.before_stop(output, (*task.stop, *self.conditions.stop))
             for output in self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         ]
         scored = [task.score(output, prompt) for output, prompt in zip(outputs, outcome.prompts, strict=True)]

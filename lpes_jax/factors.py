@@ -173,7 +173,7 @@ class LayerFactors:
 
 
 def _zoo_file(name: Path) -> Path | None:
-    """The file of factors in the zoo; None if it is no name of the zoo. UserError for an unknown or ambiguous name."""
+    """The file of factors in the zoo; None if the zoo has no such name. UserError for an unknown or ambiguous name."""
     zoo = {f"{file.parent.parent.name}/{file.stem}": file for file in sorted(_ZOO.glob("*/factors/*.json"))}
     found = [key for key in zoo if name.as_posix() in (key, key.partition("/")[2])]
     if len(found) > 1:

@@ -21,7 +21,7 @@ from lpes_jax.models.llama.model import Llama, with_weights
 from lpes_jax.models.llama.packed import Packed
 from lpes_jax.rope import gains_of_head
 
-Numbers = np.ndarray | Array
+AnyArray = np.ndarray | Array
 
 
 def fold_gains(model: Llama, factors: LayerFactors, where: str = "factors") -> Llama:
@@ -40,7 +40,7 @@ def fold_gains(model: Llama, factors: LayerFactors, where: str = "factors") -> L
     return folded
 
 
-def multiplied(model: Llama, multipliers: Mapping[str, Float[Numbers, "L rows"]]) -> Llama:
+def multiplied(model: Llama, multipliers: Mapping[str, Float[AnyArray, "L rows"]]) -> Llama:
     """A copy of the model with each row of the named layer tensors multiplied.
 
     Computed in the multipliers' precision and rounded to the weights' dtype. The multipliers may be traced.
@@ -70,8 +70,8 @@ def gains_of_tensors(
 
 
 def by_tensor(
-    elements: Float[Numbers, "L G D"], config: LlamaConfig, where: str = "factors"
-) -> Mapping[str, Float[Numbers, "L rows"]]:
+    elements: Float[AnyArray, "L G D"], config: LlamaConfig, where: str = "factors"
+) -> Mapping[str, Float[AnyArray, "L rows"]]:
     """Turn gains of the elements of heads into gains of tensor rows, by tensor name in `Layers`.
 
     Returns:

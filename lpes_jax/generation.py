@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
@@ -15,8 +14,8 @@ from jaxtyping import Float
 from lpes_jax.errors import UserError
 from lpes_jax.factors import LayerFactors
 from lpes_jax.finite import not_finite
-from lpes_jax.memory import out_of_memory, tokens_of_a_compilation, tokens_that_fit, tokens_worth_it
-from lpes_jax.mesh import least, mesh_of, to_host
+from lpes_jax.memory import tokens_of_a_compilation, tokens_that_fit, tokens_worth_it, unless_out_of_memory
+from lpes_jax.mesh import mesh_of, to_host
 from lpes_jax.models.llama.generate import continuation
 from lpes_jax.models.llama.method import Method, table_method
 from lpes_jax.models.llama.model import Llama, check_ids
@@ -178,14 +177,11 @@ def _generated(
         if (width - narrower) * (len(order) - start) > compilation:
             width = narrower
         tokens, lengths = (jnp.asarray(array) for array in padded(chosen + padding, width))
-        new = None
-        try:
-            new = continuation(model, tokens, lengths, method, jnp.array(stop, jnp.int32), max_new_tokens)
-            new = jax.block_until_ready(new)
-        except jax.errors.JaxRuntimeError as error:
-            if per_device == 1 or not out_of_memory(error):
-                raise
-        if not least(int(new is not None)) or new is None:
+        arguments = model, tokens, lengths, method, jnp.array(stop, jnp.int32), max_new_tokens
+        new, failed = unless_out_of_memory(partial(continuation, *arguments))
+        if new is None:
+            if failed is not None and per_device == 1:
+                raise failed
             per_device = math.ceil(per_device / 2)
             continue
         for i, ids, is_finite in zip(batch, *(part.tolist() for part in to_host(new)), strict=False):

@@ -89,7 +89,7 @@ BOUNDS: dict[str, Bound] = {
     "max_evaluations": Bound(1, MOST_INDIVIDUALS, "individuals"),
     "uniform_candidates": Bound(1, 10_000, "factors tried"),
     "steps": Bound(1, 10_000_000, "steps of Adam"),
-    "learning_rate": Bound(0, 1000, "a step, in units of a factor", above=True),
+    "learning_rate": Bound(0, 1000, "per step, in units of a factor", above=True),
     "minibatch_size": Bound(1, 1_000_000, "prompts per step"),
     "validation_share": Bound(0, 1, "a share", above=True, below=True),
     "look_every": Bound(1, 10_000_000, "steps between validations"),
@@ -101,7 +101,7 @@ BOUNDS: dict[str, Bound] = {
     "max_text_loss_rise": Bound(0, 1000, "nats per token"),
     # Rivals
     "router_steps": Bound(1, 10_000, "steps of the training"),
-    "router_batch": Bound(1, 4096, "windows a step"),
+    "router_batch": Bound(1, 4096, "windows per step"),
     "channel_strings": Bound(1, 10_000, "strings"),
     "budget": Bound(1, 10_000, "settings tried per method"),
     "repeats": Bound(1, 100_000, "rounds of the timing"),

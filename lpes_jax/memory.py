@@ -6,7 +6,8 @@ softmax, and the attention logits that are held at once. Plans use half of the f
 `out_of_memory` recognises the error and the pass is repeated in smaller ones.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 
@@ -25,6 +26,21 @@ _CPU_MEMORY = 2**31  # bytes for activations if the device does not report its m
 def out_of_memory(error: Exception) -> bool:
     """Whether this is XLA's out-of-memory error."""
     return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+
+
+def unless_out_of_memory(run: Callable[[], Any]) -> tuple[Any, jax.errors.JaxRuntimeError | None]:
+    """The result of `run`, or None if a device of any process ran out of memory; and this process's error, if it has one.
+
+    All processes must call it in the same order.
+    """
+    done, failed = None, None
+    try:
+        done = jax.block_until_ready(run())
+    except jax.errors.JaxRuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        failed = error
+    return done if least(int(failed is None)) else None, failed
 
 
 def planned_memory() -> int:

@@ -74,7 +74,7 @@ class Plan:
         passes: The passes.
         shards: The number of shards of each batch.
         individuals: Individuals per device and pass.
-        tables: RoPE tables of the method, with each of which a pass reads its batch.
+        tables: RoPE tables of the method. A pass runs its batch with each of them.
         cost: For one individual, in tokens without attention, including the cost of compiling each shape (`prefixes.batches`).
     """
 
@@ -93,7 +93,7 @@ class Plan:
 def group_rows(
     rows: Sequence[Row], budget: Budget, costs: Costs, *, shape_cost: int = 0, tables: int = 1, share: bool = True
 ) -> list[Group]:
-    """Group the rows so that their batches cost least. Sharing the prefixes of different prompts may not be worth its padding.
+    """Group the rows so that their batches cost least. Prompts share a prefix only if that saves more than its padding costs.
 
     Args:
         rows: The rows.
@@ -154,7 +154,7 @@ def smaller(budget: Budget, plan: Plan, longest: int) -> Budget | None:
     if plan.tokens <= round_up(longest) or not most:
         return None
     half = plan.tokens * plan.tables // 2
-    if half >= most:  # a group that is padded to at least twice the budget: only a smaller budget splits it
+    if half >= most:  # one group is padded to at least twice the budget, and only a smaller budget splits it
         half = most // 2
     return replace(
         budget,

@@ -1,11 +1,11 @@
-"""Pack rows (prompt ids, answer ids) into batches for the model; rows with a shared prefix form a group, which is read once.
+"""Pack rows (prompt ids, answer ids) into batches for the model. The shared prefix of a group of rows is computed once.
 
 Shared prefixes are found from the token ids only: questions about one haystack, admitted answers of one prompt, options of one
 question, documents before the one that moves, a few-shot header. A group is a token tree: the prefix that all of its rows share
-is the root, and the rest are its branches. In the order of their ids, rows are next to those with the longest shared prefixes;
-`cheapest_groups` cuts this order by a cost model. Sharing saves tokens, but attention between branches is computed and masked.
-If it saves little, every row is a group of its own. `batches` pads groups to a few shapes by the same cost model and returns
-the cost, so that callers can choose the cheapest of several groupings.
+is the root, and the rest are its branches. Rows sorted by their ids are next to the rows with which they share the longest
+prefixes; `cheapest_groups` cuts this order by a cost model. Sharing saves tokens, but attention between branches is computed
+and masked. If it saves little, every row is a group of its own. `batches` pads groups to a few shapes by the same cost model
+and returns the cost, so that callers can choose the cheapest of several groupings.
 
 Letters: B rows or groups, T tokens, A answer tokens, R rows per group, M tokens of a group that predict an answer token.
 """

@@ -17,7 +17,7 @@ from jaxtyping import Float
 
 from lpes_jax.compilation import compilations
 from lpes_jax.evaluation import BASELINE, PLAIN, Candidate, Outcome
-from lpes_jax.report.tables import Row
+from lpes_jax.report.tables import TableRow
 from lpes_jax.statistics import (
     bootstrap_intervals,
     holm,
@@ -36,7 +36,7 @@ _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 _PLAIN = ("compilations", "prompt_tokens", "counts", "outputs", "output_tokens")  # fields of an Outcome that are JSON already
 
 
-def rows(outcomes: Sequence[Outcome], metric: str | None = None) -> list[Row]:
+def rows(outcomes: Sequence[Outcome], metric: str | None = None) -> list[TableRow]:
     """The outcomes as table rows, in percent. p is the paired test over questions against the outcome named `baseline`.
 
     `metric`: None means the first.
@@ -44,7 +44,7 @@ def rows(outcomes: Sequence[Outcome], metric: str | None = None) -> list[Row]:
     values_by_name = {outcome.candidate.name: outcome.scores[metric or outcome.metric] for outcome in outcomes}
     baseline = values_by_name.get(BASELINE)
     return [
-        Row(
+        TableRow(
             name=name,
             accuracy=tuple((100 * values.mean(axis=0)).tolist()),
             mean=float(100 * values.mean()),

@@ -31,7 +31,7 @@ from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.rope import RopeParameters, inverse_frequencies
 
 _SIZES = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "rotary_dim", "hidden_size", "vocab_size")
-_CLOSE = 2e-5  # GGUF files hold float32 where a config.json has decimals
+_CLOSE = 2e-5  # GGUF files have float32 numbers, config.json has decimals
 _PIECES = 4096  # only the first of a vocabulary, because its padding differs by format
 _TEXT = (  # begins with a letter: some formats of a model put a space before a text that begins with none
     "The value of key-0f3c is 8417 (3.14159, 2,048 tokens, $1.5e-10) and don't ask why:\n\n  def f(x):\n\treturn x ** 2  # ok\n"

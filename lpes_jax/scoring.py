@@ -26,14 +26,14 @@ from jaxtyping import Array, Bool, Float
 from lpes_jax.compilation import LARGE_PRODUCTS, compile_side_by_side
 from lpes_jax.errors import UserError
 from lpes_jax.memory import (
-    out_of_memory,
     pass_memory,
     planned_memory,
     tokens_of_a_compilation,
     tokens_that_fit,
     tokens_worth_it,
+    unless_out_of_memory,
 )
-from lpes_jax.mesh import BY_POPULATION, EVERYWHERE, least, make_mesh, mesh_of, over_population, put, to_host
+from lpes_jax.mesh import BY_POPULATION, EVERYWHERE, make_mesh, mesh_of, over_population, put, to_host
 from lpes_jax.models.llama.method import Method
 from lpes_jax.models.llama.model import Llama, check_ids
 from lpes_jax.models.llama.sharding import put_model
@@ -85,7 +85,7 @@ def _compiles_side_by_side() -> bool:
     return jax.default_backend() != "cpu" and jax.process_count() == 1
 
 
-Split = Literal["individuals", "groups", "rows"]  # what is sharded over the devices; rows: groups of one row
+ShardedBy = Literal["individuals", "groups", "rows"]  # what is sharded over the devices; rows: groups of one row
 
 
 @dataclass(frozen=True)
@@ -145,13 +145,13 @@ class Scorer:
         # The tokens that one more shape must save. A replacement's program is compiled for a single pass.
         compilation = tokens_of_a_compilation(self.model)
         by_individuals = 0 if individuals is None else max(1, compilation // max(1, individuals))
-        self._shape_cost: dict[Split, int] = {"rows": compilation, "groups": by_individuals, "individuals": by_individuals}
+        self._shape_cost: dict[ShardedBy, int] = {"rows": compilation, "groups": by_individuals, "individuals": by_individuals}
         width = round_up(self.longest)
         fits = batch_size * width if batch_size else tokens_that_fit(self.model, width, self._answer_length)
         at_once = batch_size * width if batch_size else min(fits, tokens_worth_it(self.model, width))
         self._budget = Budget(fits, at_once, 0, pass_memory(self.model), batch_size, population_chunk)
         self._costs, self._share = Costs.of(self.model.config, jax.default_backend()), share_prefixes
-        self._device_plans: dict[tuple[Split, int], DevicePlan] = {}
+        self._device_plans: dict[tuple[ShardedBy, int], DevicePlan] = {}
         self._shapes: set[Hashable] = set()
         self._groups = self._grouped()
         unshared = sum(len(ids) + len(answer) - 1 for ids, answer in self._rows)
@@ -166,7 +166,7 @@ class Scorer:
         cost = self._shape_cost["individuals"]
         return group_rows(self._rows, self._budget, self._costs, shape_cost=cost, tables=tables, share=self._share)
 
-    def device_plan(self, split: Split, tables: int = 1) -> DevicePlan:
+    def device_plan(self, split: ShardedBy, tables: int = 1) -> DevicePlan:
         """The plan that shards individuals, groups or rows over the devices, with its batches there."""
         if split == "groups" and self._shards == 1:
             split = "individuals"  # the same
@@ -175,7 +175,7 @@ class Scorer:
             self._device_plans[split, tables] = self._make_device_plan(split, tables)
         return self._device_plans[split, tables]
 
-    def _make_device_plan(self, split: Split, tables: int) -> DevicePlan:
+    def _make_device_plan(self, split: ShardedBy, tables: int) -> DevicePlan:
         if split == "rows":
             groups = [make_group(self._rows, [row]) for row in range(len(self._rows))]
         else:
@@ -263,7 +263,7 @@ class Scorer:
         """Scores of one method (made for `longest` tokens), P = 1."""
         correct, log_likelihood = np.empty((1, len(self._rows)), bool), np.empty((1, len(self._rows)), np.float32)
         method = put(method, self._everywhere)
-        split: Split = "groups" if method.replacement is None else "rows"
+        split: ShardedBy = "groups" if method.replacement is None else "rows"
         done, passes = None, []
         while done is None:
             device_plan = self.device_plan(split, len(method.tables.inv_freq))
@@ -284,14 +284,8 @@ class Scorer:
 
     def _run_or_shrink(self, plan: Plan, run: Callable[[], Any]) -> Any:
         """The result of `run`, on the host. If a device of any process runs out of memory: None, and the budget is reduced."""
-        done, failed = None, None
-        try:
-            done = jax.block_until_ready(run())
-        except jax.errors.JaxRuntimeError as error:
-            if not out_of_memory(error):
-                raise
-            failed = error
-        if least(int(failed is None)):
+        done, failed = unless_out_of_memory(run)
+        if done is not None:
             return to_host(done)
         budget = smaller(self._budget, plan, self.longest)
         if budget is None:

@@ -6,6 +6,7 @@ UTF-16 and UTF-32, which some editors and shells write, are refused with a messa
 import codecs
 import gzip
 import io
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,10 @@ _MARKS = {  # UTF-32's little-endian mark begins with UTF-16's
 
 class OtherEncoding(ValueError):
     """A file in an encoding other than UTF-8; the message names the encoding and the way out."""
+
+
+UNREADABLE = OSError, EOFError, zlib.error, OtherEncoding, UnicodeDecodeError
+"""What `open_text` and `read_text` raise for a file that is not readable as text."""
 
 
 @contextmanager

@@ -37,7 +37,7 @@ def test_facts_are_those_of_the_files(folder):
     changed = config | {"rope_parameters": scaled, "max_position_embeddings": 4096}
     (folder / "config.json").write_text(json.dumps(changed))
     loaded = load(str(folder), "bfloat16")
-    facts = dict(doctor.understood(open_checkpoint(folder), loaded))
+    facts = dict(doctor.parsed_config(open_checkpoint(folder), loaded))
     (folder / "config.json").write_text(json.dumps(config))
     assert facts["RoPE"].startswith("yarn, theta 500,000, factor 4.0, original_max_position_embeddings 512")
     assert facts["context"] == "4,096 tokens, sliding window: none"

@@ -14,7 +14,7 @@ from flax import nnx
 from selection import mostly_long
 
 import lpes_jax as lj
-from lpes_jax.evaluation import Candidate, evaluate
+from lpes_jax.evaluation import Candidate, Conditions, evaluate
 from lpes_jax.gains import fold_gains
 from lpes_jax.generation import generate_ids
 from lpes_jax.methods.ms_poe import ms_poe
@@ -335,7 +335,7 @@ def test_an_evaluation_tells_gains_apart(tiny_model, model_folder):
     candidates = [Candidate("as it is"), Candidate("ones", ones), Candidate("gains", gains)]
     found = evaluate(
         tiny_model, tokenizer, task, task.examples("test", 3, 0), [(0, 0), (1, 100)], candidates,
-        metrics=("prefix", "substring"), max_new_tokens=4,
+        Conditions(("prefix", "substring"), max_new_tokens=4),
     )  # fmt: skip
     as_it_is, with_ones, with_gains = (outcome.log_likelihood for outcome in found)
     np.testing.assert_array_equal(as_it_is, with_ones)

@@ -10,7 +10,7 @@ from lpes_jax.evaluation import Candidate
 from lpes_jax.factors import LayerFactors
 from lpes_jax.models.llama import Llama, Loaded
 from lpes_jax.profile.findings import changes, effective, losses, ruler_mean, sentence
-from lpes_jax.profile.grid import MOST_UNITS, UNITS, Grid, Plan, arrays, make_task, prompt_of
+from lpes_jax.profile.grid import MOST_UNITS, UNITS, Grid, ProfilePlan, arrays, make_task, prompt_of
 from lpes_jax.profile.page import record_of, tables
 from lpes_jax.statistics import confidence_sequence
 
@@ -28,7 +28,7 @@ def grid(tiny_model: Llama) -> Callable[..., Grid]:
 
     def make(candidates: int = 1, ceilings: tuple[float, ...] = (1.0, 0.2), lengths: tuple[int, ...] = LENGTHS) -> Grid:
         tokenizer: Any = words
-        plan = Plan(("kv", "near_keys"), lengths, (0, 50, 100), 0.856, 0.95, 0)
+        plan = ProfilePlan(("kv", "near_keys"), lengths, (0, 50, 100), 0.856, 0.95, 0)
         loaded = Loaded(tiny_model, tokenizer, {"name": "M"}, [])
         made = Grid(loaded, plan, [Candidate(f"c{number}") for number in range(candidates)])
         for name, ceiling in zip(plan.tasks, ceilings, strict=True):

@@ -53,7 +53,7 @@ def check_inputs(settings: CompareSettings) -> None:
     task, _, others = tasks_asked(settings)
     check_examples([task], "search", settings.run.seed)
     for other in others:
-        with other.told():
+        with other.naming_errors():
             check_examples([other.task], "test", settings.run.seed)
     if settings.factors.factors is not None:
         LayerFactors.load(settings.factors.factors)

@@ -18,7 +18,7 @@ from lpes_jax.search.minibatches import Data, Share, by_length, pack, prompts_pe
 from lpes_jax.settings.search import GradientSettings, TextSettings
 from lpes_jax.tasks.prompts import EncodedPrompt, Prompt, encode
 
-_HELD_BACK = 4  # one question in so many
+_HELD_BACK = 4  # one in this many questions is held back
 _MINIBATCH = 8  # prompts per step
 
 

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from lpes_jax.errors import UserError
-from lpes_jax.evaluation import BASELINE, Candidate, Outcome, default_metrics, evaluate, slots_of
+from lpes_jax.evaluation import BASELINE, Candidate, Conditions, Outcome, default_metrics, evaluate, slots_of
 from lpes_jax.models.llama import Loaded
 from lpes_jax.report.tables import across_tasks, differences, markdown, markdown_table
 from lpes_jax.results import figures_of, outcome_of, record_of, rows
@@ -81,7 +81,7 @@ def with_questions(parts: Sequence[Part], settings: CompareSettings) -> list[Oth
     """The tasks with their held-out questions. Raises UserError if a file is unusable or has too few."""
     found = []
     for number, part in enumerate(parts, 1):
-        with part.told():
+        with part.naming_errors():
             examples = part.task.examples("test", part.test_limit, settings.run.seed)
             slots = slots_of(part.task, settings.questions.positions if part.task.num_items > 1 else (0,))
         found.append(OtherTask(number, part, examples, slots))
@@ -103,7 +103,7 @@ def measure(
     """
     questions, part = settings.questions, task.part
     known = ("prefix", *part.task.metrics) if part.task.decided_by == "generation" else part.task.metrics
-    asked = tuple(metric for metric in questions.metrics if metric in known)
+    metrics = tuple(metric for metric in questions.metrics if metric in known) or default_metrics(part.task)[:1]
 
     def refuse(candidate: Candidate, reason: UserError) -> None:
         if candidate.name == BASELINE:
@@ -115,7 +115,7 @@ def measure(
         return {name: kept.records[kind][key] for name, key in names.items() if key in kept.records[kind]}
 
     refused = kept_by_name("refused")
-    with part.told():
+    with part.naming_errors():
         outcomes = evaluate(
             loaded.model,
             loaded.tokenizer,
@@ -123,12 +123,7 @@ def measure(
             task.examples,
             task.slots,
             [candidate for candidate in candidates if candidate.name not in refused],
-            metrics=asked or default_metrics(part.task)[:1],
-            max_new_tokens=questions.max_new_tokens,
-            stop_ids=loaded.stop_ids,
-            overlength=questions.overlength,
-            drop_leaky=questions.drop_leaky,
-            batch_size=settings.devices.batch_size,
+            Conditions.of(questions, metrics, loaded.stop_ids, settings.devices.batch_size),
             on_prompts=on_prompts,
             earlier={name: outcome_of(record) for name, record in kept_by_name("other").items()},
             on_outcome=lambda outcome: kept.keep("other", task.key(outcome.candidate.name), record_of(outcome)),

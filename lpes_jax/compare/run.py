@@ -19,7 +19,7 @@ from lpes_jax.compare.learning import learn
 from lpes_jax.compare.learnt import Learnt, arrays_of
 from lpes_jax.compare.other_tasks import Measured, OtherTask
 from lpes_jax.errors import UserError
-from lpes_jax.evaluation import BASELINE, Candidate, default_metrics, evaluate, slots_of
+from lpes_jax.evaluation import BASELINE, Candidate, Conditions, default_metrics, evaluate, slots_of
 from lpes_jax.factors import LayerFactors
 from lpes_jax.json_files import is_number
 from lpes_jax.methods import (
@@ -42,7 +42,7 @@ from lpes_jax.prefixes import Batch, pack_rows
 from lpes_jax.report.html import write_page
 from lpes_jax.report.plots import u_curve
 from lpes_jax.report.progress import SearchProgress
-from lpes_jax.report.tables import Grid, differences, markdown, position_table, show
+from lpes_jax.report.tables import ScreenTable, differences, markdown, position_table, show
 from lpes_jax.results import outcome_of, record_of, results_record, rows, write_samples
 from lpes_jax.same_model import check_loaded
 from lpes_jax.scores import LikelihoodScorer, batch_scores
@@ -136,7 +136,7 @@ def _compared(
     factors_model: dict[str, Any] | None,
     kept: Parts,
     started: float,
-) -> tuple[dict[str, Any], list[Grid | str]]:
+) -> tuple[dict[str, Any], list[ScreenTable | str]]:
     """The content of `results.json`, after all files are written, and the text to print."""
     task, held_out, others = asked.task, asked.held_out, asked.others
     slots = slots_of(task, settings.questions.positions if task.num_items > 1 else (0,))
@@ -148,12 +148,12 @@ def _compared(
         task,
         held_out,
         slots,
-        metrics=settings.questions.metrics or default_metrics(task)[:1],
-        max_new_tokens=settings.questions.max_new_tokens,
-        stop_ids=loaded.stop_ids,
-        overlength=settings.questions.overlength,
-        drop_leaky=settings.questions.drop_leaky,
-        batch_size=settings.devices.batch_size,
+        conditions=Conditions.of(
+            settings.questions,
+            settings.questions.metrics or default_metrics(task)[:1],
+            loaded.stop_ids,
+            settings.devices.batch_size,
+        ),
         on_outcome=lambda outcome: kept.keep("measured", outcome.candidate.name, record_of(outcome)),
     )
     choices: dict[str, list[Choice]] = {}
@@ -192,7 +192,7 @@ def _compared(
         tuned: dict[str, tuple[Choice, list[dict[str, Any]]]] = {}
         for name, method_choices in choices.items():
             by_setting = {choice.setting: choice for first in method_choices for choice in (first, *first.then)}
-            if tunings.get(name, {}).get("setting") not in by_setting:  # or other channels were found
+            if tunings.get(name, {}).get("setting") not in by_setting:  # not tuned yet, or other channels were found
                 progress.note(f"tuning {name}")
                 choice, tried = _tune(scorer, method_choices, config)
                 if name != BASELINE:
@@ -227,19 +227,19 @@ def _compared(
 def _check_tuned(record: dict[str, Any]) -> None:
     """Raise KeyError, TypeError or ValueError if this is not a record of a method's tuning."""
     if not isinstance(record["setting"], str):
-        raise TypeError("a setting that is no text")
+        raise TypeError("a setting that is not a text")
     for tried in record["tried"]:
         likelihood = tried["log_likelihood"]
         if not (isinstance(tried["setting"], str) and is_number(tried["accuracy"])):
             raise TypeError("a setting without accuracy")
         if likelihood is not None and not is_number(likelihood):
-            raise TypeError("a likelihood that is no number")
+            raise TypeError("a likelihood that is not a number")
 
 
 def _check_refused(record: dict[str, Any]) -> None:
     """Raise KeyError or TypeError if this is not a record of a refused method."""
     if not isinstance(record["reason"], str):
-        raise TypeError("a reason that is no text")
+        raise TypeError("a reason that is not a text")
 
 
 PARTS = {
@@ -429,7 +429,7 @@ def _write(
     slots: Sequence[tuple[int, int]],
     record: dict[str, Any],
     elsewhere: Sequence[Measured],
-) -> list[Grid | str]:
+) -> list[ScreenTable | str]:
     """Write the folder and return the text to print."""
     positions = [position for _, position in slots]
     title = f"{loaded.identity['name']}, {what}, {len(outcomes[0].main)} held-out questions"
@@ -446,13 +446,13 @@ def _write(
     table_rows, costs = rows(outcomes), "\n".join([*lines, *(f"\n{line}" for line in left_out)])
     compared = differences(record["methods"])
     text = f"{title}\n\n{markdown(table_rows, positions)}\n\n{compared}\n\n{costs}\n"
-    samples, tasks, shown = list(outcomes), list[str](), list[Grid | str]()
+    samples, tasks, shown = list(outcomes), list[str](), list[ScreenTable | str]()
     if elsewhere:
         text += f"\n{other_tasks.sections(record['tuned_task'], record['methods'], elsewhere)}\n"
         samples += [outcome for one in elsewhere for outcome in one.outcomes]
         tasks = [record["tuned_task"]] * len(outcomes) + [one.title for one in elsewhere for _ in one.outcomes]
         header_of_tasks, *by_method = other_tasks.table(record["tuned_task"], record["methods"], elsewhere)
-        shown = [Grid("tuned on the first task only", header_of_tasks, by_method), *other_tasks.notes(elsewhere)]
+        shown = [ScreenTable("tuned on the first task only", header_of_tasks, by_method), *other_tasks.notes(elsewhere)]
     with output.staged(settings.run.output_path) as folder:
         write_samples(folder / "samples.jsonl", samples, tasks)
         picture = u_curve(folder / "positions", positions, curves, title)[1]
@@ -463,7 +463,7 @@ def _write(
     return [
         position_table(table_rows, positions, title),
         *shown,
-        Grid("costs", header, cells),
+        ScreenTable("costs", header, cells),
         *left_out,
         f"p is against the baseline, over questions; results.md has it after {corrected}, too. "
         f"results: {settings.run.output_path}",

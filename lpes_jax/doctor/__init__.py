@@ -11,7 +11,7 @@ from lpes_jax import lazy
 if TYPE_CHECKING:
     from lpes_jax.doctor.__main__ import main
     from lpes_jax.doctor.checks import check, check_inputs
-    from lpes_jax.doctor.run import Check, example_tokens, new_tokens, run_doctor, understood
+    from lpes_jax.doctor.run import Check, example_tokens, new_tokens, parsed_config, run_doctor
     from lpes_jax.settings.doctor import DoctorSettings
 else:
     __getattr__, __dir__ = lazy.names(
@@ -25,7 +25,7 @@ else:
             "example_tokens": "lpes_jax.doctor.run",
             "new_tokens": "lpes_jax.doctor.run",
             "run_doctor": "lpes_jax.doctor.run",
-            "understood": "lpes_jax.doctor.run",
+            "parsed_config": "lpes_jax.doctor.run",
         },
     )
 
@@ -38,5 +38,5 @@ __all__ = [
     "main",
     "new_tokens",
     "run_doctor",
-    "understood",
+    "parsed_config",
 ]

@@ -14,7 +14,7 @@ import jax
 
 from lpes_jax.memory import layer_weights, planned_pass, planned_step
 from lpes_jax.models.llama.config import LlamaConfig
-from lpes_jax.report.tables import Grid
+from lpes_jax.report.tables import ScreenTable
 from lpes_jax.settings.search import DEFAULT_WINDOW, preset
 
 _GPU_SHARE = 0.75  # of a card that XLA reserves, unless XLA_PYTHON_CLIENT_MEM_FRACTION is set
@@ -91,10 +91,10 @@ def plan(
     return [*needs, Needs("search --preset best", weights + step(1), weights + step(wanted), fitting, fitting == wanted)]
 
 
-def plan_table(title: str, needs: list[Needs]) -> Grid:
+def plan_table(title: str, needs: list[Needs]) -> ScreenTable:
     """The plan as a table."""
     rows = [(need.verb, _gib(need.least), _gib(need.full), verdict(need)) for need in needs]
-    return Grid(title, ("verb", "least GiB", "full speed GiB", "planned, not measured"), rows, right=False)
+    return ScreenTable(title, ("verb", "least GiB", "full speed GiB", "planned, not measured"), rows, right=False)
 
 
 def verdict(need: Needs) -> str:

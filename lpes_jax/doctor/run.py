@@ -34,7 +34,7 @@ from lpes_jax.models.llama.method import table_method
 from lpes_jax.models.llama.model import Llama, with_full_weights
 from lpes_jax.models.llama.tokenizer import added_by_settings, embedded_tokenizer, own_tokenizer
 from lpes_jax.models.zoo import resolve
-from lpes_jax.report.tables import Grid, show
+from lpes_jax.report.tables import ScreenTable, show
 from lpes_jax.rope import cos_sin
 from lpes_jax.settings.doctor import DoctorSettings
 from lpes_jax.tasks.key_value import KeyValue
@@ -68,7 +68,7 @@ def run_doctor(settings: DoctorSettings) -> list[Check]:
     if settings.checks.memory_gb is not None:
         return []
     loaded = load(settings.run.model, settings.checks.dtype, weight_format=settings.checks.weight_format)
-    show(Grid(f"{settings.run.model}: what was understood", None, list(understood(checkpoint, loaded)), right=False))
+    show(ScreenTable(f"{settings.run.model}: parsed config", None, list(parsed_config(checkpoint, loaded)), right=False))
     checks: list[Check] = []
     verdicts: list[tuple[str, str, str]] = []
     styles = {"ok": "green", "FAILED": "red"}
@@ -80,11 +80,11 @@ def run_doctor(settings: DoctorSettings) -> list[Check]:
         verdicts.append(("logits are finite", "FAILED", "see the error"))
         raise
     finally:
-        show(Grid("self-checks", ("check", "verdict", "measured"), verdicts, right=False, styles=styles))
+        show(ScreenTable("self-checks", ("check", "verdict", "measured"), verdicts, right=False, styles=styles))
     return checks
 
 
-def memory_plan(checkpoint: Checkpoint, settings: DoctorSettings) -> Grid:
+def memory_plan(checkpoint: Checkpoint, settings: DoctorSettings) -> ScreenTable:
     """The memory that verbs will need, from the model's headers."""
     checks, config = settings.checks, checkpoint.config
     card = checks.memory_gb is not None
@@ -102,7 +102,7 @@ def memory_plan(checkpoint: Checkpoint, settings: DoctorSettings) -> Grid:
     return plan_table(title, needs)
 
 
-def understood(checkpoint: Checkpoint, loaded: Loaded) -> Iterator[tuple[str, str]]:
+def parsed_config(checkpoint: Checkpoint, loaded: Loaded) -> Iterator[tuple[str, str]]:
     """Names and values of the config that the loader parsed from the files."""
     config, tokenizer = loaded.model.config, loaded.tokenizer
     weights = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(with_full_weights, loaded.model)))

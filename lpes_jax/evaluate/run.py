@@ -16,7 +16,7 @@ from lpes_jax.models.llama.chat import Chat, make_chat
 from lpes_jax.report.html import write_page
 from lpes_jax.report.plots import depth_by_length, u_curve
 from lpes_jax.report.progress import SearchProgress
-from lpes_jax.report.tables import Grid, differences, markdown, position_table, show
+from lpes_jax.report.tables import ScreenTable, differences, markdown, position_table, show
 from lpes_jax.results import figures_of, results_record, rows, run_record, write_samples
 from lpes_jax.same_model import check_loaded
 from lpes_jax.settings.evaluate import EvaluateSettings
@@ -114,13 +114,13 @@ def _measure(
             examples,
             slots,
             measured,
-            metrics=questions.metrics or evaluation.default_metrics(task),
-            max_new_tokens=questions.max_new_tokens,
-            stop_ids=loaded.stop_ids,
-            stop=questions.stop,
-            overlength=questions.overlength,
-            drop_leaky=questions.drop_leaky,
-            batch_size=settings.devices.batch_size,
+            evaluation.Conditions.of(
+                questions,
+                questions.metrics or evaluation.default_metrics(task),
+                loaded.stop_ids,
+                settings.devices.batch_size,
+                questions.stop,
+            ),
             on_prompts=progress.prompts,
         )
     return slots, outcomes
@@ -203,11 +203,11 @@ def _write(
     positions = [position for _, position in slots]
     title = f"{model}, {title_of(settings.task, task)}, {len(outcomes[0].main)} questions"
     curves = {outcome.candidate.name: (outcome.main.mean(axis=0).tolist(), len(outcome.main)) for outcome in outcomes}
-    grids: list[Grid] = []
+    screen_tables: list[ScreenTable] = []
     tables: list[str] = []
     for metric in outcomes[0].scores:
         table_rows = rows(outcomes, metric)
-        grids.append(position_table(table_rows, positions, f"{title}: {metric}"))
+        screen_tables.append(position_table(table_rows, positions, f"{title}: {metric}"))
         tables.append(f"{metric}\n\n{markdown(table_rows, positions)}\n")
     if compared := differences(results["methods"]):
         tables.append(f"{outcomes[0].metric}\n\n{compared}\n")
@@ -225,4 +225,4 @@ def _write(
         unusual = {key: figures[key] for key in evaluation.COUNTS if figures.get(key)}
         if unusual:
             lines.append(f"{name}: " + ", ".join(f"{key.replace('_', ' ')}: {count}" for key, count in unusual.items()))
-    show(*grids, *lines, f"{outcomes[-1].compilations} compiled shapes; results: {settings.run.output_path}")
+    show(*screen_tables, *lines, f"{outcomes[-1].compilations} compiled shapes; results: {settings.run.output_path}")

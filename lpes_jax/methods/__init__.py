@@ -46,7 +46,7 @@ from lpes_jax.models.llama.method import Method
 from lpes_jax.models.llama.model import Llama
 
 Parameters = Any  # a pytree of float arrays
-Learn = Callable[[str, Callable[[Llama, Parameters], Llama], Parameters, int, float], Parameters]
+LearnParameters = Callable[[str, Callable[[Llama, Parameters], Llama], Parameters, int, float], Parameters]
 Maker = Callable[[LlamaConfig, int], Method]
 """(config, length) -> method. `length`: tokens of the longest text of the call, prompt and answer together."""
 
@@ -86,7 +86,7 @@ class Tuning:
     score: Callable[[Maker], tuple[float, float] | None]
     """zero_tuning: accuracy and mean log-likelihood (nats) on the search questions, or None if the task has no short answers.
     A call counts as one of the `budget` settings."""
-    learn: Learn
+    learn: LearnParameters
     """seal: (name, apply, start, passes, learning rate) -> parameters, learnt by gradient descent on the search questions.
     `apply` gives the model with parameters. A pass processes each question once, and counts as one setting."""
     once: Callable[[str, Callable[[], list[np.ndarray]]], list[np.ndarray]] = lambda name, find: find()

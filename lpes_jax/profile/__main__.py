@@ -8,9 +8,9 @@ Examples:
   python -m lpes_jax.profile --model DIR --factors RUN/factors.json --output-path OUT
       without and with factors, on the same questions, with paired tests
 
-OUT gets profile.json (effective_length first), profile.md, report.html, which begins with the conclusion, and a heat map of
-each task. Effective length: the longest prompts at whose worst position the accuracy is above 85.6 % (RULER's number) of the
-accuracy with only the fact, with 95 % confidence."""
+OUT gets profile.json (effective_length first), profile.md, report.html, which begins with the conclusion, and a heat map per
+task. The effective length is the longest prompt length at which the accuracy at every position is above 85.6 % (RULER's number)
+of the accuracy without a haystack, with 95 % confidence."""
 
 import sys
 from collections.abc import Sequence

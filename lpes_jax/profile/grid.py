@@ -12,8 +12,8 @@ whose gold answer, in one of its forms, is the greedy continuation. Units are in
 are not.
 
 A cell is a position of a column. Its bounds are a confidence sequence over units (statistics.py), which is valid at every
-sample size. All bounds hold together with the required confidence: a tenth of the error probability is for the ceilings, the
-rest for the cells of tasks that can be judged by these, in equal parts (Bonferroni). A column is `above` if the lower bound of
+sample size. All bounds hold together with the required confidence: the ceilings have a tenth of the error probability, and the
+cells of tasks that can be judged share the rest equally (Bonferroni). A column is `above` if the lower bound of
 every position is above the threshold's share of the ceiling's upper bound, `below` if the upper bound of some position is below
 the threshold's share of the ceiling's lower bound, and undecided otherwise.
 
@@ -76,7 +76,7 @@ def prompt_of(task: Any, example: Any, slot: int, position: int | None = None) -
 
 
 @dataclass(frozen=True)
-class Plan:
+class ProfilePlan:
     """What is measured, and what counts as found: the threshold as a share of the ceiling, and the confidence."""
 
     tasks: tuple[ProfileTask, ...]
@@ -116,7 +116,7 @@ class Grid:
     def __init__(
         self,
         loaded: Loaded,
-        plan: Plan,
+        plan: ProfilePlan,
         candidates: Sequence[Candidate],
         *,
         batch_size: int | None = None,
@@ -144,7 +144,8 @@ class Grid:
     def ceilings(self, until: float) -> None:
         """Measure how often the plain model answers each task without a haystack: mean and bounds.
 
-        One block of questions for all tasks, a few more for those that can be judged, and more until a time (of `time.time`).
+        All tasks get one block of questions. Those that can be judged get a few more, and further ones until the time `until`
+        (as in `time.time`).
         """
         correct: dict[str, list[float]] = {name: [] for name in self.plan.tasks}
         for block in range(MOST_CEILING // CEILING_QUESTIONS):
@@ -178,9 +179,9 @@ class Grid:
     def next(self, skipped: Container[int] = ()) -> Column | None:
         """The column of the next block, without those whose `id` is in `skipped`; None if all are decided.
 
-        The order: each column once, the shortest first, but none beyond a length where facts are lost; then columns that decide
-        an effective length, which are the first undecided ones of each task; then columns beyond, once; then other undecided
-        ones.
+        First each column gets one block, the shortest first, up to the length at which facts are lost. Then come the columns
+        that decide an effective length (the first undecided one of each task), then one block for each longer column, then the
+        other undecided columns.
         """
         columns = [
             column
@@ -212,7 +213,7 @@ class Grid:
         return nearest.seconds[-1] * growth + max(other.compiling for other in measured)
 
     def seconds_of_text(self, tokens: int) -> float:
-        """The estimated seconds for so many tokens of plain text, with all candidates, including compilation."""
+        """The estimated seconds for `tokens` tokens of plain text, with all candidates, including compilation."""
         measured = [column for column in self.columns.values() if column.seconds]
         if not measured:
             return 0.0
@@ -269,7 +270,7 @@ class Grid:
         )
 
     def _is_beyond(self, column: Column) -> bool:
-        """Whether every candidate already loses facts at a shorter length."""
+        """Whether every candidate loses facts at a shorter length."""
         shorter = self._shorter(column)
         return all(any(self.status(other, number) == "below" for other in shorter) for number in range(len(self.candidates)))
 

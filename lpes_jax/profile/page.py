@@ -148,7 +148,7 @@ def _effective_lengths(grid: Grid, record: dict[str, Any]) -> list[str]:
             lines.append([f"{task}{suffix}", _percent(grid.ceiling[task][0]), *ends, ""])
         lines.append([f"all{suffix}", "", _length(found["reliable_up_to"]), "", "", _length(found["ruler_mean"])])
     note = (
-        "Reliable up to: the longest prompts, in tokens, for which, as for all shorter ones, the worst position is above "
+        "Reliable up to: the longest length, in tokens, up to which every position is above "
         f"{100 * grid.plan.threshold:g} % of the model's score without a haystack. All bounds hold together with "
         f"{100 * grid.plan.confidence:g} % confidence, for any number of questions. Lost at: the shortest length at which some "
         "position is below. By the means: the same without bounds. RULER's rule: the mean of all tasks and positions is at "
@@ -167,7 +167,7 @@ def _losses(record: dict[str, Any]) -> list[str]:
             parts = [_percent(loss[key]) for key in ("answer_format", "length", "position", "mean")]
             lines.append([f"{column['task']}, {column['length']:,}{suffix}", *parts, worst])
     note = (
-        "Points lost of 100: to the answer format (wrong even without a haystack), to the length (at the best position), and "
+        "Points (of 100) lost to the answer format (wrong even without a haystack), to the length (at the best position), and "
         "to the position (best minus worst)."
     )
     return [_table(header, lines), note] if lines else []

@@ -10,7 +10,7 @@ from lpes_jax.factors import LayerFactors
 from lpes_jax.mesh import make_mesh
 from lpes_jax.models.llama import load
 from lpes_jax.profile.checks import check
-from lpes_jax.profile.grid import Grid, Plan
+from lpes_jax.profile.grid import Grid, ProfilePlan
 from lpes_jax.profile.page import draw, record_of, tables
 from lpes_jax.profile.text_loss import WINDOWS, text_loss
 from lpes_jax.report.html import write_page
@@ -47,7 +47,7 @@ def run_profile(settings: ProfileSettings) -> Grid:
         factors_model = check_loaded(factors, loaded, str(settings.factors.factors), settings.factors.other_model)
         candidates.append(Candidate("factors", factors))
     window = loaded.model.config.max_position_embeddings
-    plan = Plan(
+    plan = ProfilePlan(
         tasks=settings.grid.tasks,
         lengths=tuple(sorted(settings.grid.lengths)) or default_lengths(window),
         positions=settings.grid.positions,
@@ -91,12 +91,12 @@ def _config(settings: ProfileSettings, grid: Grid) -> dict[str, Any]:
 
 
 def _measure(grid: Grid, settings: ProfileSettings, deadline: float, progress: SearchProgress) -> dict[str, Any] | None:
-    """Ask blocks of questions until the deadline; measure the text's loss before any column has two blocks, if time allows."""
-    text, asked, skipped, before = None, False, set[int](), None
+    """Measure blocks of questions until the deadline. The text's loss follows the first blocks, if time allows."""
+    text, text_considered, skipped, before = None, False, set[int](), None
     while True:
         column = grid.next(skipped)
-        if not asked and (column is None or column.blocks):
-            asked, length, began = True, grid.plan.lengths[-1], time.time()
+        if not text_considered and (column is None or column.blocks):
+            text_considered, length, began = True, grid.plan.lengths[-1], time.time()
             if began + grid.seconds_of_text(WINDOWS * length) < deadline:
                 progress.note(f"the loss of plain text in {length:,} tokens")
                 text = text_loss(

@@ -24,7 +24,7 @@ _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """A row of a table.
 
     Attributes:
@@ -43,7 +43,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Grid:
+class ScreenTable:
     """Rows of cells for a terminal of any width. No cell is truncated, and none is read as markup.
 
     It is shown as one table. If that does not fit, as several tables with some of the columns each, all with the first column.
@@ -98,12 +98,12 @@ class Grid:
                 yield Text(f"  {title}: {cell}", overflow="fold")
 
 
-def position_table(rows: Sequence[Row], positions: Sequence[int], title: str) -> Grid:
+def position_table(rows: Sequence[TableRow], positions: Sequence[int], title: str) -> ScreenTable:
     """The table for the terminal."""
-    return Grid(title, _header(positions), [_cells(row) for row in rows])
+    return ScreenTable(title, _header(positions), [_cells(row) for row in rows])
 
 
-def show(*parts: Grid | str) -> None:
+def show(*parts: ScreenTable | str) -> None:
     """Print tables and lines on standard output, for a person. Files are written before, so a failed print is no error.
 
     Lines are not wrapped here, so that paths can be copied; a terminal wraps them.
@@ -115,7 +115,7 @@ def show(*parts: Grid | str) -> None:
     console = Console(width=width, markup=False, emoji=False, highlight=False, force_jupyter=False)
     with console.capture() as captured:
         for part in parts:
-            if isinstance(part, Grid):
+            if isinstance(part, ScreenTable):
                 console.print(part)
             else:
                 console.print(Text("\n".join(map(printable, part.split("\n")))), soft_wrap=True)
@@ -129,7 +129,7 @@ def printable(text: str) -> str:
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-def markdown(rows: Sequence[Row], positions: Sequence[int]) -> str:
+def markdown(rows: Sequence[TableRow], positions: Sequence[int]) -> str:
     """The table in GitHub's markdown, without a newline at its end."""
     header = _header(positions)
     return markdown_table([header, ["---"] + ["---:"] * (len(header) - 1), *map(_cells, rows)])
@@ -210,7 +210,7 @@ def _header(positions: Sequence[int]) -> list[str]:
     return ["accuracy at", *(f"{position} %" for position in positions), "mean ± s.e.", "p", "log-lik."]
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: TableRow) -> list[str]:
     log_likelihood = "-" if row.log_likelihood is None else f"{row.log_likelihood:.2f}"
     accuracy = (f"{value:.1f}" for value in row.accuracy)
     error = f"{row.standard_error:.1f}" if math.isfinite(row.standard_error) else "-"  # one question has none

@@ -1,14 +1,15 @@
 """The algorithms of `--algorithm` at work: the paper's GA, any of evosax's, and gradient descent.
 
-Each has `individuals` (the most that it makes, for the progress), `search_space` and `sizes` (of the space and of a step, for
-the record), and `run`, which adds a line to the history (`fitness.records`) for everything that it scores.
+Each has `individuals` (the most that it makes, for the progress), `max_evaluations` (the most that the model scores; None: no
+limit), `search_space` and `sizes` (of the space and of a step, for the record), and `run`, which adds a line to the history for
+everything that it scores.
 """
 
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +22,13 @@ from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.prefixes import families
 from lpes_jax.rope import RopeTable
-from lpes_jax.search.fitness import Fitness
+from lpes_jax.search.evaluator import Evaluator
 from lpes_jax.search.genetic import CROSSOVER, FAILED_CROSSOVER, INITIAL, MUTATION, Lineage, PaperGA
 from lpes_jax.search.gradient import Apply, Look, LossNotFinite, Parameters, State, descend, initial_state
+from lpes_jax.search.history import History
 from lpes_jax.search.individuals import Individuals
 from lpes_jax.search.minibatches import Data, Examples, Share, by_length, pack, prompts_per_group, shared_groups, sizes
-from lpes_jax.search.objective import Group
+from lpes_jax.search.objective import MixtureTask
 from lpes_jax.search.plain_text import split_windows
 from lpes_jax.search.settings import check_gradient, lattice_of
 from lpes_jax.search.space import LEAST_GAP, Numbers, Space
@@ -40,11 +42,11 @@ OPERATORS = {INITIAL: "initial", MUTATION: "mutation", CROSSOVER: "crossover", F
 Values = Callable[[Parameters], Numbers]
 
 
-def make_algorithm(settings: SearchSettings, space: Space) -> "Genetic | Strategy | Gradient":
+def make_algorithm(settings: SearchSettings, space: Space) -> "Genetic | EvosaxAlgorithm | Gradient":
     """The algorithm that `--algorithm` names. Raises UserError for settings or spaces that it does not support."""
     if settings.algorithm == "ga":
         return Genetic(settings, space)
-    return Gradient(settings, space) if settings.algorithm == "gradient" else Strategy(settings, space)
+    return Gradient(settings, space) if settings.algorithm == "gradient" else EvosaxAlgorithm(settings, space)
 
 
 class Genetic:
@@ -56,23 +58,24 @@ class Genetic:
         self.settings, self.space = settings, space
         self.ga = PaperGA(lattice_of(settings, space), settings.ga)
         self.individuals = settings.ga.population_size + settings.ga.generations * self.ga.population_size
+        self.max_evaluations = settings.ga.max_evaluations
         self.search_space = {name: size and str(size) for name, size in self.ga.lattice.search_space().items()}
         self._individuals = jax.jit(jax.vmap(lambda points: space.individual(space.numbers(points))))
 
-    def run(self, model: Llama, tokenizer: Tokenizer, prompts: Sequence[Sequence[Prompt]], fitness: Fitness) -> None:
+    def run(self, model: Llama, tokenizer: Tokenizer, prompts: Sequence[Sequence[Prompt]], history: History) -> None:
         """Run all generations. Keys: one for the start, and one for each generation's ask and tell."""
         ga, key = self.ga, jax.random.key(self.settings.run.seed)
         params = ga.default_params
         genes, lineage = ga.initial_population(jax.random.fold_in(key, 0), params)
-        state = ga.init(jax.random.fold_in(key, 1), genes, -self._scores(0, genes, lineage, fitness), params)
+        state = ga.init(jax.random.fold_in(key, 1), genes, -self._scores(0, genes, lineage, history), params)
         for generation in range(1, self.settings.ga.generations + 1):
             key_ask, key_tell = jax.random.split(jax.random.fold_in(key, generation + 1))
             genes, state = ga.ask(key_ask, state, params)
-            scores = self._scores(generation, genes, state.lineage, fitness, np.asarray(state.ids).tolist())
+            scores = self._scores(generation, genes, state.lineage, history, np.asarray(state.ids).tolist())
             state, _ = ga.tell(key_tell, genes, -scores, state, params)
 
     def _scores(
-        self, generation: int, genes: Float[Array, "P C n"], lineage: Lineage, fitness: Fitness, parents: Sequence[int] = ()
+        self, generation: int, genes: Float[Array, "P C n"], lineage: Lineage, history: History, parents: Sequence[int] = ()
     ) -> Float[Array, "P"]:
         points, origin = self.ga.recorded_points(genes), jax.tree.map(np.asarray, lineage)
         drafts = [
@@ -89,11 +92,11 @@ class Genetic:
         individuals = Individuals.of(*self._individuals(jnp.asarray(points, jnp.float32)))
         generations, keep = self.settings.ga.generations, self.settings.ga.parents + self.settings.ga.crossovers
         return jnp.asarray(
-            fitness.generation(generation, generations, drafts, individuals, rivals=parents, keep=keep), jnp.float32
+            history.generation(generation, generations, drafts, individuals, rivals=parents, keep=keep), jnp.float32
         )
 
 
-class Strategy:
+class EvosaxAlgorithm:
     """One of evosax's algorithms, or random search, on the y of the control points.
 
     The algorithm knows only one box. If factors and gains are both learnt, gains are mapped to the box of the factors.
@@ -104,8 +107,8 @@ class Strategy:
     def __init__(self, settings: SearchSettings, space: Space):
         ga = settings.ga
         most = ga.population_size + ga.generations * (ga.mutations + 2 * ga.crossovers)
-        self.individuals = most if ga.max_evaluations is None else ga.max_evaluations
-        self.settings, self.space, self.search_space = settings.replace(max_evaluations=self.individuals), space, None
+        self.individuals = self.max_evaluations = most if ga.max_evaluations is None else ga.max_evaluations
+        self.settings, self.space, self.search_space = settings, space, None
         first, *rest = space.learnt.values()
         _, self.low, self.high = first
         start = [first[0].ravel()]
@@ -123,12 +126,11 @@ class Strategy:
             columns[name] = low + (column - self.low) / (self.high - self.low) * (high - low) if index else column
         return columns
 
-    def run(self, model: Llama, tokenizer: Tokenizer, prompts: Sequence[Sequence[Prompt]], fitness: Fitness) -> None:
-        fitness.max_evaluations = self.individuals
+    def run(self, model: Llama, tokenizer: Tokenizer, prompts: Sequence[Sequence[Prompt]], history: History) -> None:
         generations = math.ceil(self.individuals / self.settings.ga.population_size)
 
         def score(generation: int, genes: Float[np.ndarray, "P N"]) -> Float[np.ndarray, "P"]:
-            first, columns = len(fitness.records), self._columns(genes.astype(np.float64))
+            first, columns = len(history.records), self._columns(genes.astype(np.float64))
             drafts = [
                 {
                     "id": first + i,
@@ -143,10 +145,10 @@ class Strategy:
             columns_float32 = {name: jnp.asarray(column, jnp.float32) for name, column in columns.items()}
             individuals = Individuals.of(*self._individuals(columns_float32))
             if self.settings.algorithm == RANDOM:
-                rivals, keep = ([fitness.best["id"]] if first else []), 1
+                rivals, keep = ([history.best["id"]] if first else []), 1
             else:
                 rivals, keep = [], math.ceil(len(genes) / 2)
-            return fitness.generation(generation, generations, drafts, individuals, rivals=rivals, keep=keep)
+            return history.generation(generation, generations, drafts, individuals, rivals=rivals, keep=keep)
 
         run_strategy(self.strategy, score, self.settings.run.seed, generations)
 
@@ -155,6 +157,7 @@ class Gradient:
     """Adam on -log p of the answers. The history has a line for each look; `state.npz` is the state to resume from."""
 
     individuals = 0
+    max_evaluations = None
     search_space = None
 
     def __init__(self, settings: SearchSettings, space: Space):
@@ -162,14 +165,14 @@ class Gradient:
         self.sizes: dict[str, float] = {}
         check_gradient(settings)
         self.gradient = settings.gradient
-        self.pruned_at = self.gradient.steps // 2 if self.gradient.prune else 0
+        self.first_pruned_step = self.gradient.steps // 2 if self.gradient.prune else 0
         self.parameters, self.project, self.values = box_parameters(self.gradient, space)
 
-    def run(self, model: Llama, tokenizer: Tokenizer, prompts: Sequence[Sequence[Prompt]], fitness: Fitness) -> None:
-        train, held_back, longest = self.data(model, tokenizer, prompts, fitness.objective.groups, fitness.objective.weights)
+    def run(self, model: Llama, tokenizer: Tokenizer, prompts: Sequence[Sequence[Prompt]], history: History) -> None:
+        objective, folder = history.evaluator.objective, history.folder
+        train, held_back, longest = self.data(model, tokenizer, prompts, objective.tasks, objective.weights)
         self.sizes = sizes(train, held_back, self.gradient.minibatch_size)
         apply = factors_applied(self.space, self.values, model.config.rope_table(longest))
-        folder = fitness.folder
 
         def lines(state: State) -> int:
             return 1 + math.ceil(state.step / self.gradient.look_every)
@@ -178,8 +181,8 @@ class Gradient:
         divergence = self.settings.text.text_objective == "kl"
         kept = folder.states(initial_state(self.parameters, len(prompts), len(held_back.texts), divergence=divergence))
         resume = next((state for state in kept if lines(state) <= len(folder.recorded)), None)
-        fitness.records = folder.keep(0 if resume is None else lines(resume))
-        started = time.time() - (fitness.records[-1]["seconds"] if fitness.records else 0)
+        history.keep(0 if resume is None else lines(resume))
+        started = time.time() - (history.records[-1]["seconds"] if history.records else 0)
         space, values, stay_close = self.space, self.values, self.gradient.stay_close
 
         def penalty(parameters: Parameters) -> Float[Array, ""]:
@@ -190,43 +193,10 @@ class Gradient:
         def on_look(measured: Look, state: State) -> None:
             if measured.step == 0 and not math.isfinite(measured.loss):
                 raise LossNotFinite("the loss is not finite at the start; try --dtype float32, or another --initial-factor")
-            numbers = Numbers(*(np.asarray(value, np.float64) for value in self.values(measured.parameters)))
-            found = Individuals.of(*self.space.individual(Numbers(*(value.astype(np.float32) for value in numbers))))
-            valid = measured.allowed and math.isfinite(measured.loss)
-            candidate = valid and not (self.pruned_at and 0 < measured.step < self.pruned_at)  # these are not pruned yet
-            record = {
-                "id": len(fitness.records),
-                "step": measured.step,
-                "control_points": _recorded(self.space, numbers),
-                **found.record,
-                "fitness": -measured.loss if candidate else None,
-                "task_losses": measured.task_losses,
-                "accuracies": measured.accuracies,
-                "text_loss": None if math.isnan(measured.text_loss) else measured.text_loss,
-                **(
-                    {"text_losses": measured.text_losses, "text_quarters": measured.text_quarters}
-                    if measured.text_quarters
-                    else {}
-                ),
-                **({"text_divergence": measured.text_divergence} if measured.text_divergence else {}),
-                "train_loss": None if math.isnan(measured.train_loss) else measured.train_loss,
-                "seconds": round(time.time() - started, 3),
-            }
-            fitness.records.append(record)
-            folder.append([record])
+            history.add({"id": len(history.records), **self._record(measured), "seconds": round(time.time() - started, 3)})
             folder.save_state(state)
-            text = "" if record["text_loss"] is None else f", of text {measured.text_loss:.4f}"
-            if measured.text_divergence:
-                text += f", {np.mean(measured.text_divergence):.4f} from the model as it is"
-            if measured.text_quarters:
-                text += f" (quarters of the longest {' '.join(f'{loss:.4f}' for loss in measured.text_quarters)})"
-            losses = " ".join(f"{loss:.3f}" for loss in measured.task_losses)
-            if fitness.objective.groups:
-                named = zip(fitness.objective.groups, measured.task_losses, measured.accuracies, strict=True)
-                told = (f"{group.title} {loss:.3f} ({100 * right:.0f} % right)" for group, loss, right in named)
-                losses = f"(nats per answer): {'; '.join(told)}"
-            fitness.progress.note(f"step {measured.step}/{self.gradient.steps}  loss on held-back questions {losses}{text}")
-            fitness.stop.check()
+            history.progress.note(self._note(measured, objective.tasks))
+            history.stop.check()
 
         try:
             descend(
@@ -244,17 +214,52 @@ class Gradient:
                 on_look=on_look,
             )
         except LossNotFinite as error:
-            self._check_model(model, fitness, [*held_back.texts, *train.texts])
+            self._check_model(model, history.evaluator, [*held_back.texts, *train.texts])
             raise error
-        if self.pruned_at:
-            numbers = [array_of(fitness.best[name]) for name in ("factors", "gains") if name in fitness.best]
+        if self.first_pruned_step:
+            numbers = [array_of(history.best[name]) for name in ("factors", "gains") if name in history.best]
             rows = len(space.layers) if space.curve == "shared" else 1  # shared: all rows are equal
             self.sizes["numbers"] = sum(start.size for start, _, _ in space.learnt.values())
             self.sizes["numbers_not_1"] = sum(int((values != 1).sum()) for values in numbers) // rows
 
-    def _check_model(self, model: Llama, fitness: Fitness, texts: Sequence[Int[Array, "W T"]]) -> None:
+    def _record(self, measured: Look) -> dict[str, Any]:
+        """A look as the history has it. Its fitness is null if it cannot be the result."""
+        numbers = Numbers(*(np.asarray(value, np.float64) for value in self.values(measured.parameters)))
+        found = Individuals.of(*self.space.individual(Numbers(*(value.astype(np.float32) for value in numbers))))
+        is_pruned = not 0 < measured.step < self.first_pruned_step  # the first look has nothing to prune
+        is_candidate = measured.allowed and math.isfinite(measured.loss) and is_pruned
+        by_length = {"text_losses": measured.text_losses, "text_quarters": measured.text_quarters}
+        return {
+            "step": measured.step,
+            "control_points": _recorded(self.space, numbers),
+            **found.record,
+            "fitness": -measured.loss if is_candidate else None,
+            "task_losses": measured.task_losses,
+            "accuracies": measured.accuracies,
+            "text_loss": None if math.isnan(measured.text_loss) else measured.text_loss,
+            **(by_length if measured.text_quarters else {}),
+            **({"text_divergence": measured.text_divergence} if measured.text_divergence else {}),
+            "train_loss": None if math.isnan(measured.train_loss) else measured.train_loss,
+        }
+
+    def _note(self, measured: Look, tasks: Sequence[MixtureTask]) -> str:
+        """A look in one line, for the progress."""
+        losses = " ".join(f"{loss:.3f}" for loss in measured.task_losses)
+        if tasks:
+            figures = zip(tasks, measured.task_losses, measured.accuracies, strict=True)
+            by_task = (f"{task.title} {loss:.3f} ({100 * right:.0f} % right)" for task, loss, right in figures)
+            losses = f"(nats per answer): {'; '.join(by_task)}"
+        text = "" if math.isnan(measured.text_loss) else f", of text {measured.text_loss:.4f}"
+        if measured.text_divergence:
+            text += f", {np.mean(measured.text_divergence):.4f} from the model as it is"
+        if measured.text_quarters:
+            text += f" (quarters of the longest {' '.join(f'{loss:.4f}' for loss in measured.text_quarters)})"
+        return f"step {measured.step}/{self.gradient.steps}  loss on held-back questions {losses}{text}"
+
+    def _check_model(self, model: Llama, evaluator: Evaluator, texts: Sequence[Int[Array, "W T"]]) -> None:
         """Raise UserError if the model without factors is not finite: on a prompt, or on plain text."""
-        fitness.check_model("the loss is not finite", fitness.score_factors(np.ones((1, model.config.num_layers), np.float32)))
+        unchanged = evaluator.score_factors(np.ones((1, model.config.num_layers), np.float32))
+        evaluator.check_model("the loss is not finite", unchanged)
         for windows in texts:
             check_text(model, windows)
 
@@ -263,7 +268,7 @@ class Gradient:
         model: Llama,
         tokenizer: Tokenizer,
         prompts: Sequence[Sequence[Prompt]],
-        groups: Sequence[Group],
+        tasks: Sequence[MixtureTask],
         own_weights: Sequence[float],
     ) -> tuple[Data, Data, int]:
         """The training data, the held-back data (the last questions and windows), and the tokens of the longest prompt.
@@ -273,19 +278,19 @@ class Gradient:
         """
         kept_share, held_back_most = self.gradient.validation_share, self.gradient.minibatch_size
         share, train_most = self.gradient.weights_in == "loss", prompts_per_group(held_back_most)
-        train, held_back, longest = _Packs(groups), _Packs(groups), 0
+        train, held_back, longest = _Packs(tasks), _Packs(tasks), 0
         for number, own_prompts in enumerate(prompts):
-            weights = groups[number].weights if groups else own_weights
+            weights = tasks[number].weights if tasks else own_weights
             num_positions = len(weights)
             questions = len(own_prompts) // num_positions
             held_back_count = math.ceil(kept_share * questions)
             if held_back_count >= questions:
-                which = f" ({groups[number].title})" if groups else ""
+                which = f" ({tasks[number].title})" if tasks else ""
                 raise UserError(
                     f"--limit {questions} leaves no question to learn from beside --validation-share; raise it{which}"
                 )
             encoded = task_prompts.encode(own_prompts, tokenizer, model.config.max_position_embeddings)
-            if groups:
+            if tasks:
                 encoded = [shortest_gold(*pair) for pair in zip(own_prompts, encoded, strict=True)]
             border = questions - held_back_count
             if share and len(shared_groups(encoded, model.config, train_most)) < len(encoded):
@@ -309,8 +314,8 @@ class Gradient:
 class _Packs:
     """Collects packed examples, and the share of each."""
 
-    def __init__(self, groups: Sequence[Group]):
-        self.groups = groups
+    def __init__(self, tasks: Sequence[MixtureTask]):
+        self.tasks = tasks
         self.examples: list[Examples] = []
         self.parts: list[tuple[int, float]] = []  # the task of each, and its part of the task's prompts
 
@@ -338,18 +343,18 @@ class _Packs:
         """All examples as the data of a descent."""
         text = None if texts is None else [jnp.asarray(windows) for windows in texts]
         text = text[0] if text is not None and len(text) == 1 else text
-        tasks = len({task for task, _ in self.parts})
-        if not self.groups and len(self.parts) == tasks:
+        num_tasks = len({task for task, _ in self.parts})
+        if not self.tasks and len(self.parts) == num_tasks:
             return Data(self.examples, text)
-        if not self.groups:
-            return Data(self.examples, text, tuple(Share(task, part, 1 / tasks) for task, part in self.parts))
-        return Data(self.examples, text, tuple(Share(task, part, self.groups[task].share) for task, part in self.parts))
+        if not self.tasks:
+            return Data(self.examples, text, tuple(Share(task, part, 1 / num_tasks) for task, part in self.parts))
+        return Data(self.examples, text, tuple(Share(task, part, self.tasks[task].share) for task, part in self.parts))
 
 
 def shortest_gold(prompt: Prompt, encoded: EncodedPrompt) -> EncodedPrompt:
     """The prompt with only the gold answer of the fewest tokens (the first of equals), which a mixture teaches.
 
-    Long answers are often a sentence around the short one. A model that gives these does not find them better.
+    Longer answers are often a sentence around the shortest one. Learning to write such sentences does not improve retrieval.
     """
     return replace(encoded, answers=[min(encoded.answers, key=len)]) if len(prompt.golds) > 1 else encoded
 

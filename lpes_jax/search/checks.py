@@ -88,7 +88,7 @@ def check_inputs(settings: SearchSettings) -> None:
         check_examples(tasks, "search", settings.run.seed)
     else:
         for part in mixture.parts:
-            with part.told():
+            with part.naming_errors():
                 check_examples([part.task], "search", settings.run.seed)
     if settings.start.initial_factors is not None:
         LayerFactors.load(settings.start.initial_factors)

@@ -7,19 +7,19 @@ The loss is, in nats,
     + penalty(parameters)
 
 Answers are teacher-forced; the probabilities of all admitted answers are added up. In a mixture the loss of each task is in
-nats per answer, times its weight: an answer is one thing to find, however many tokens it has. With losses per token, copied
-answers hardly count: SmolLM2 starts at 0.1 nats per token on UUIDs (34 tokens) and at 3.2 on documents' answers (3 tokens),
-but at 2.5 to 5 and at 11 nats per answer.
+nats per answer, times its weight, so that an answer counts once, however many tokens it has. With losses per token, copied
+answers would hardly count: SmolLM2 starts at 0.1 nats per token on UUIDs (34 tokens) and at 3.2 on documents' answers (3
+tokens). Per answer these are 2.5 to 5 nats and 11 nats.
 
 The loss of plain text is -log p of its tokens, or with `--text-objective kl` the KL divergence from the unchanged model. With
-the first, the parameters may learn this kind of text; the second keeps the model's behaviour on it. With windows of several
+-log p, the parameters may learn this kind of text; the KL divergence keeps the model's behaviour on it. With windows of several
 lengths, the loss of plain text is the mean over the lengths.
 
 Adam (optax) updates the parameters, and each step ends with a projection onto their box (projected gradient descent). A part
 of the questions and of the text is held back. Every few steps the loss on the held-back part is measured (a `Look`). The
 result is the parameters with the lowest held-back loss, among those that do not raise the loss of plain text by more than
-`--max-text-loss-rise`: its mean, or with several lengths that of any quarter of the longest windows, since the loss at far
-positions can rise while the mean does not.
+`--max-text-loss-rise`. This limit is for the mean, or with several lengths for each quarter of the longest windows, because the
+loss at far positions can rise while the mean does not.
 
 The caller defines the parameters: `apply(model, parameters)` gives the model and RoPE table to score. Layers are
 rematerialised in the backward pass, so memory does not grow with their number. The model is an argument of every compiled
@@ -194,7 +194,7 @@ def descend(
     """Run gradient descent, and return the allowed look with the lowest loss.
 
     The first look is at the initial parameters and is always allowed. Minibatches are drawn without replacement, in a new order
-    each epoch. With `patience`, so many looks without a new best end the descent early.
+    each epoch. `patience` looks without a new best end the descent early.
 
     Args:
         model: The model.
@@ -268,7 +268,7 @@ def descend(
 
 
 def _what_is_not_finite(step: int, parameters: Parameters) -> str:
-    """Adam moves parameters out of the finite numbers only by a gradient that is not finite, for which no flag is to blame."""
+    """The reason for a loss that is not finite. Only an infinite gradient makes parameters infinite, which no flag causes."""
     if all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(parameters)):
         return f"the loss is not finite after {step} steps; lower --learning-rate or narrow the bounds"
     return f"the gradient is not finite within the first {step} steps, though the loss was; try --dtype float32"
@@ -291,7 +291,7 @@ def _shardy_crashes() -> bool:
 
     It ended in a segmentation fault with jax 0.11.2 on two H200s, each with a whole model. On a machine with one H200 it did
     compile the programs ahead of time for two. GSPMD compiles them there for two and four devices, and for a model axis of
-    two. Remove this function once Shardy works on the devices themselves.
+    two. Remove this function once the programs run with Shardy on several GPUs.
     """
     return jax.default_backend() == "gpu"
 

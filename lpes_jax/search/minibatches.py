@@ -1,14 +1,18 @@
 """The training data of a gradient descent: prompts in groups, windows of plain text, and minibatches of both.
 
 A group contains prompts with one shared prefix, such as several questions about the same pairs (`shared_groups`). A step takes
-whole groups, with about `minibatch_size` prompts in all. Groups do not change the loss of given prompts. They do change which
-prompts meet in a step. Let g be the haystack's part of the variance of a prompt's gradient. A step of k groups of m prompts has
-a variance of (g + (1 - g) / m) / k and costs k prompts and k m ends. With g = 0.1 (measured with the bundled model: 0.00 ±
-0.07) and ends of 5 %, 5 groups of 5 have 1.3 times the variance of 24 prompts with 24 haystacks, at a quarter of the cost;
-2 groups of 12 have 2.1 times the variance, at an eighth. The variance also bounds the learning rate. So a group has at most a
-quarter of a minibatch: a step has at least four groups (two, for minibatches below 16). The prompts of a question follow each
-other in a group, so a group has all positions about equally often. Each prompt is its own group if grouping would not halve the
-cost (for example if each question has its own pairs), or if prompts are drawn by weight.
+whole groups, with about `minibatch_size` prompts in total. Groups do not change the loss of a prompt, but which prompts are in
+the same step.
+
+Large groups are cheap, but noisy. Let g be the haystack's share of the variance of a prompt's gradient. A step of k groups of m
+prompts has a variance of (g + (1 - g) / m) / k, and computes k shared prefixes and k m ends (the tokens after the prefix). With
+g = 0.1 (measured with the bundled model: 0.00 ± 0.07) and ends of 5 % of a prompt, 5 groups of 5 have 1.3 times the variance of
+24 prompts with 24 haystacks, at a quarter of the cost; 2 groups of 12 have 2.1 times the variance, at an eighth. The variance
+also limits the learning rate. So a group has at most a quarter of a minibatch: a step has at least four groups (two, for
+minibatches below 16).
+
+The prompts of a question follow each other in a group, so a group has all positions about equally often. Each prompt is its own
+group if grouping would not halve the cost (for example if each question has its own pairs), or if prompts are drawn by weight.
 
 Each of several devices has a part of a minibatch, padded with groups and windows of weight 0: see `spread`.
 
@@ -58,7 +62,7 @@ class Examples:
 
 
 class Share(NamedTuple):
-    """The share of some examples in the loss: the index of their task, their part of its prompts, and the task's weight."""
+    """The share of some examples in the loss: the index of their task, their share of its prompts, and the task's weight."""
 
     task: int
     part: float
@@ -148,9 +152,9 @@ def pack(
 ) -> Examples:
     """Groups, padded to one shape.
 
-    Every prompt has as many rows as the one with the most answers, but at most `most_answers`: one question with thirteen
-    admitted answers (lost-in-the-middle's file has one) must not raise the cost of all others. The first answers are the usual
-    ones.
+    Every prompt has as many rows as the prompt with the most answers, but at most `most_answers`: otherwise one question with
+    thirteen admitted answers (in lost-in-the-middle's file) would raise the cost of all others. The first answers are the most
+    common ones.
 
     Args:
         prompts: All prompts.
@@ -257,7 +261,7 @@ def _minibatches(
 ) -> Iterator[Int[np.ndarray, "size"]]:
     """Endless indices of minibatches: drawn by weight, or in epochs.
 
-    Each epoch is a new permutation. A rest below `size` begins the next epoch.
+    Each epoch is a new permutation. Fewer than `size` remaining indices come first in the next epoch.
     """
     rng, left = np.random.default_rng(seed), np.empty(0, np.int32)
     size = min(size, count)

@@ -86,7 +86,7 @@ class Part:
     settings: Mapping[str, Any]
 
     @contextmanager
-    def told(self) -> Iterator[None]:
+    def naming_errors(self) -> Iterator[None]:
         """Put `where` before the message of a UserError."""
         try:
             yield
@@ -98,7 +98,7 @@ class Part:
         values = {name: value for name, value in self.settings.items() if name != "data"}
         values |= {"task": self.task.name, "limit": self.limit, "test_limit": self.test_limit, "weight": self.weight}
         if isinstance(data := self.settings.get("data"), Path):
-            with self.told():
+            with self.naming_errors():
                 values |= {"data": data.name, "data_sha256": content_sha256(data, "data ")}
         return values
 
@@ -357,7 +357,7 @@ def _typed(value: Any, hint: Any, folder: Path) -> Any:
             return folder / value
     elif type(value) is hint:
         return value
-    raise TypeError(f"{value!r} is no {hint}")
+    raise TypeError(f"{value!r} is not a {hint}")
 
 
 def _words(hint: Any) -> str:

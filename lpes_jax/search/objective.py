@@ -20,7 +20,7 @@ from lpes_jax.tasks.prompts import Prompt
 
 
 @dataclass(frozen=True)
-class Group:
+class MixtureTask:
     """The prompts of one task of a mixture: `count` consecutive prompts, question by question.
 
     `positions` and `weights` (which sum to 1) are those of a question's prompts. The shares of all tasks sum to 1.
@@ -37,8 +37,8 @@ class Group:
 class Objective:
     """How the scores of prompts make up the fitness.
 
-    `positions` are those of each question's prompts, which are consecutive. `answer_tokens` is the number of answer tokens of
-    each prompt. `has_likelihood`: whether scores have a log-likelihood. `groups` are the tasks of a mixture; without groups all
+    `positions` are those of each question's prompts, which are consecutive. `answer_tokens` has the number of answer tokens of
+    each prompt. `has_likelihood`: whether scores have a log-likelihood. `tasks` are the tasks of a mixture; without them all
     questions are asked at the same positions.
     """
 
@@ -46,7 +46,7 @@ class Objective:
     positions: tuple[int, ...]
     answer_tokens: Int[np.ndarray, "N"]
     has_likelihood: bool = True
-    groups: Sequence[Group] = ()
+    tasks: Sequence[MixtureTask] = ()
 
     @property
     def weights(self) -> tuple[float, ...]:
@@ -56,7 +56,7 @@ class Objective:
     @property
     def accuracy_keys(self) -> list[str]:
         """The keys of an accuracy in the history: the positions, or the tasks of a mixture."""
-        return [group.title for group in self.groups] or [str(position) for position in self.positions]
+        return [task.title for task in self.tasks] or [str(position) for position in self.positions]
 
     @property
     def by_likelihood(self) -> bool:
@@ -73,7 +73,7 @@ class Objective:
 
         The fitness is None if a log-likelihood is not finite.
         """
-        if self.groups:
+        if self.tasks:
             return self._summary_by_task(correct, log_likelihood)
         per_question = len(self.positions)
         answer_tokens = self.answer_tokens if prompts is None else self.answer_tokens[prompts]
@@ -101,37 +101,37 @@ class Objective:
     def _summary_by_task(self, correct: np.ndarray, log_likelihood: np.ndarray) -> dict[str, Any]:
         """The summary for a mixture: accuracy and log-likelihood by the tasks' titles."""
         finite = bool(np.isfinite(log_likelihood).all())
-        scale, start, fitness, tie_break = self._tie_break_of_groups(), 0, 0.0, 0.0
+        scale, start, fitness, tie_break = self._tie_break_of_tasks(), 0, 0.0, 0.0
         by_task: dict[str, dict[str, Any]] = {"accuracy": {}, "log_likelihood": {}}
-        for group in self.groups:
-            part = slice(start, start + group.count)
-            shape, start = (-1, len(group.positions)), start + group.count
+        for task in self.tasks:
+            part = slice(start, start + task.count)
+            shape, start = (-1, len(task.positions)), start + task.count
             accuracy = correct[part].reshape(shape).mean(axis=0, dtype=np.float64)
             likelihood = log_likelihood[part].reshape(shape).astype(np.float64)
-            weights = np.array(group.weights)
+            weights = np.array(task.weights)
             if self.by_likelihood:
-                fitness += group.share * float(weights @ likelihood.mean(axis=0))
+                fitness += task.share * float(weights @ likelihood.mean(axis=0))
             else:
                 probability = np.exp(likelihood / self.answer_tokens[part].reshape(shape)).mean(axis=0)
-                fitness += group.share * float(weights @ accuracy)
-                tie_break += group.share * float(weights @ probability)
-            means = zip(group.positions, accuracy.tolist(), likelihood.mean(axis=0).tolist(), strict=True)
+                fitness += task.share * float(weights @ accuracy)
+                tie_break += task.share * float(weights @ probability)
+            means = zip(task.positions, accuracy.tolist(), likelihood.mean(axis=0).tolist(), strict=True)
             for position, correct_share, mean_likelihood in means:
-                by_task["accuracy"].setdefault(group.title, {})[str(position)] = correct_share
-                by_task["log_likelihood"].setdefault(group.title, {})[str(position)] = (
+                by_task["accuracy"].setdefault(task.title, {})[str(position)] = correct_share
+                by_task["log_likelihood"].setdefault(task.title, {})[str(position)] = (
                     round(mean_likelihood, 4) if finite else None
                 )
         return {"fitness": round(fitness + scale * tie_break, 12) if finite else None, **by_task}
 
-    def _tie_break_of_groups(self) -> float:
+    def _tie_break_of_tasks(self) -> float:
         """Half of the smallest difference that two fitnesses of a mixture can have; 0 without tie-breaking."""
         if self.by_likelihood or not self.settings.tie_break:
             return 0.0
         # The verdict on one prompt changes the fitness by one of these. If their divisor is tiny, 1 % of the smallest is used.
         changes = [
-            group.share * weight * len(group.positions) / group.count
-            for group in self.groups
-            for weight in group.weights
+            task.share * weight * len(task.positions) / task.count
+            for task in self.tasks
+            for weight in task.weights
             if weight > 0
         ]
         fractions = [Fraction(change).limit_denominator(10**6) for change in changes]
@@ -168,17 +168,17 @@ def tie_break_scale(weights: Sequence[float], examples: int) -> float:
     return math.gcd(*(int(fraction * denominator) for fraction in fractions)) / denominator / examples / 2
 
 
-def groups_of(
+def mixture_tasks(
     titles: Sequence[str],
     shares: Sequence[float],
     slots: Sequence[Sequence[tuple[int, int]]],
     prompts: Sequence[Sequence[Prompt]],
     weights: tuple[float, ...],
-) -> list[Group]:
+) -> list[MixtureTask]:
     """The tasks of a mixture, each with its (slot, position) pairs. A task without positions has one, of weight 1."""
-    groups = []
+    tasks = []
     for title, share, task_slots, task_prompts in zip(titles, shares, slots, prompts, strict=True):
         positions = tuple(position for _, position in task_slots)
         own = weights if len(positions) == len(weights) else (1.0,)
-        groups.append(Group(title, len(task_prompts), positions, own, share))
-    return groups
+        tasks.append(MixtureTask(title, len(task_prompts), positions, own, share))
+    return tasks

@@ -3,19 +3,19 @@
 A generation is scored in stages: on an eighth of the questions, then on a quarter, on half and on all of them. After each
 stage, an individual is dropped if a test says that its fitness on all questions would stay below a bar:
 
-- The genetic algorithm has two bars: its worst parent; and on the part so far, the k-th best of parents and generation
-  together, where k is the number of parents plus crossovers (only the better child of a crossover can become a parent).
-  Individuals below these are never bred from. So a race does not change the rest of a history, unless it drops an individual
-  by mistake.
-- Random search's bar is the best individual, so far and on the part.
-- evosax's other algorithms learn from a whole generation. Their bar is the generation's own median on the part: half of it is
-  scored on all questions.
+- The genetic algorithm has two bars: its worst parent, and the k-th best of parents and generation together on the questions so
+  far. k is the number of parents plus crossovers (only the better child of a crossover can become a parent). An individual
+  below either bar never becomes a parent. So a race does not change the rest of a history, unless it drops an individual by
+  mistake.
+- Random search's bar is the best individual: of all earlier ones, and of the generation on the questions so far.
+- evosax's other algorithms learn from a whole generation. Their bar is the generation's own median on the questions so far, so
+  half of the generation is scored on all questions.
 
 The test is one-sided and paired by question. Questions are a sample without replacement from all N of the search. So n
 differences d to the bar have the standard error s / sqrt(n) * sqrt(1 - n / N), and an individual is dropped if
-mean(d) + t(0.95, n - 1) * standard error < 0. One difference in the individual's favour is added: as large as the largest
-absolute difference, and at least what one prompt can change. A few questions that happen to agree prove little (the idea of
-Agresti and Coull's interval).
+mean(d) + t(0.95, n - 1) * standard error < 0. One difference in the individual's favour is added, because a few questions that
+happen to agree prove little (the idea of Agresti and Coull's interval). It is the largest absolute difference, and at least the
+change that one prompt can make.
 
 The test counts units: a question at all its positions, or all questions about one haystack, which share a prefix
 (lpes_jax.prefixes) and are not independent. The seed divides the units of each task into eighths.
@@ -45,7 +45,7 @@ from lpes_jax.search.objective import Objective
 
 STAGES = ((0,), (1,), (2, 3), (4, 5, 6, 7))  # the eighths that each stage adds
 CONFIDENCE = 0.95
-LEAST_UNITS = 12  # half of fewer cannot drop anything
+LEAST_UNITS = 12  # half of fewer units is too few for the test to drop anything
 
 Score = Callable[[int, Int[np.ndarray, "chosen"]], Float[np.ndarray, "chosen u"]]
 
@@ -167,7 +167,7 @@ def eighths(tasks: Sequence[Sequence[Sequence[int]]], seed: int) -> list[list[li
 
 
 class StagedScorer:
-    """A scorer for each eighth of the prompts, all with the same RoPE table.
+    """One scorer per eighth of the prompts, all with the same RoPE table.
 
     `parts` are units of questions; a question has `per_question` consecutive prompts. `make` makes the scorer of some prompts,
     given their indices.

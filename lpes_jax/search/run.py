@@ -21,7 +21,7 @@ from lpes_jax.models.llama.chat import make_chat
 from lpes_jax.models.llama.eight_bits import check_eight_bits
 from lpes_jax.report.html import write_page
 from lpes_jax.report.plots import factors_by_layer, search_history, u_curve
-from lpes_jax.report.tables import Grid, by_task, differences, markdown, position_table, show
+from lpes_jax.report.tables import ScreenTable, by_task, differences, markdown, position_table, show
 from lpes_jax.results import results_record, rows, write_samples
 from lpes_jax.same_model import check_loaded
 from lpes_jax.search.checks import check, tasks_asked
@@ -79,7 +79,7 @@ def run_search(settings: SearchSettings, loaded: Loaded | None = None, measured:
     if start is not None:
         start_flag = f"--initial-factors {settings.start.initial_factors}"
         config["factors_model"] = check_loaded(start, loaded, start_flag, settings.start.other_model)
-    shown: list[Grid | str] = []
+    shown: list[ScreenTable | str] = []
 
     def finish(result: SearchResult, folder: RunFolder) -> SearchResult:
         records = [results_record(report.task, report.outcomes, report.slots, config, started) for report in result.reports]
@@ -139,10 +139,10 @@ def _report(
     titles: Sequence[str],
     model: str,
     figures: Sequence[dict[str, Any]],
-) -> tuple[str, dict[str, Path], list[Grid | str]]:
+) -> tuple[str, dict[str, Path], list[ScreenTable | str]]:
     """Write results.md and the plots. Returns the text, the plots by their captions, and the text to print at the end."""
     drawn_numbers = _numbers_by_layer(result, settings, folder, model)
-    shown: list[Grid | str] = []
+    shown: list[ScreenTable | str] = []
     tables: list[str] = []
     pictures: dict[str, Path] = {}
     for number, (title, report, methods) in enumerate(zip(titles, result.reports, figures, strict=True), 1):

@@ -42,14 +42,14 @@ def search_prompts(
     prompts = [task.prompt(example, *slot) for example in examples for slot in slots]
     prompts, leaky = count_leaky(prompts, settings.questions.drop_leaky)
     counts.update(leaky)
-    prompts = fit(settings, config, task, tokenizer, prompts, generates)
+    prompts = fitting_prompts(settings, config, task, tokenizer, prompts, generates)
     if not generates and not task_prompts.short_answers(prompts):
         wanted = "--algorithm gradient" if settings.algorithm == "gradient" else f"--fitness {settings.objective.fitness}"
         raise UserError(f"{wanted}: --task {task.name} has no short answers to expect; use --fitness metric")
     return prompts
 
 
-def fit(
+def fitting_prompts(
     settings: SearchSettings, config: LlamaConfig, task: Task, tokenizer: Any, prompts: Sequence[Prompt], generates: bool
 ) -> list[Prompt]:
     """The prompts, cut or skipped to fit the window. Raises UserError for one that is too long, or if all are skipped."""

@@ -298,7 +298,7 @@ class SearchSettings(Settings):
     def of(cls, **flags: Any) -> "SearchSettings":
         """The values of `preset` (without one: of `default`) with other values of some flags.
 
-        Raises TypeError for a name that is no flag, and UserError for a preset that is not known.
+        Raises TypeError for an unknown flag, and UserError for an unknown preset.
         """
         mixture = flags.get("mixture") is not None
         given = preset_values(flags.get("preset", "default"), flags.get("algorithm", "ga"), mixture=mixture)

@@ -12,7 +12,7 @@ The definition of a flag says when the short `--help` shows it (`lpes_jax.help` 
 import dataclasses
 from typing import Any, TypeVar
 
-Tree = TypeVar("Tree", bound="Settings")
+SettingsTree = TypeVar("SettingsTree", bound="Settings")
 WHEN, RARE = "when", "rare"  # in the metadata of a field
 
 
@@ -32,11 +32,11 @@ class Settings:
     """A group of flags, or a tree of such groups. No two flags of a tree have the same name, and each has a default."""
 
     @classmethod
-    def of(cls: type[Tree], **flags: Any) -> Tree:
+    def of(cls: type[SettingsTree], **flags: Any) -> SettingsTree:
         """The defaults with other values of some flags. Raises TypeError if a name is not a flag of this tree."""
         return cls().replace(**flags)
 
-    def replace(self: Tree, **flags: Any) -> Tree:
+    def replace(self: SettingsTree, **flags: Any) -> SettingsTree:
         """The same with other values of some flags. Raises TypeError if a name is not a flag of this tree."""
         if unknown := [name for name in flags if name not in self.flat()]:
             raise TypeError(f"{type(self).__name__} has no flag {unknown[0]!r}")
@@ -57,7 +57,7 @@ class Settings:
             found |= value.flat() if isinstance(value, Settings) else {field.name: value}
         return found
 
-    def defaults_with(self: Tree, given: Any) -> Tree:
+    def defaults_with(self: SettingsTree, given: Any) -> SettingsTree:
         """These defaults, changed as the flags of `given` demand; in a search: by its preset."""
         return self
 

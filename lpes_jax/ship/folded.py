@@ -1,7 +1,7 @@
-"""Gains in the weights of safetensors files: the tensors in which queries are linear are multiplied; all other bytes stay.
+"""Gains in the weights of safetensors files: query weights and biases are multiplied, and all other bytes are unchanged.
 
 A file with such tensors is copied, and the tensors are overwritten in the copy. Precision, order, names, shards and metadata
-stay. The source is never written, not even through links.
+are unchanged. The source is never written, not even through links.
 """
 
 import json

@@ -14,7 +14,7 @@ _TOKENIZER = "tokenizer.json"
 # Left out beside tokenizer.json: it and tokenizer_config.json have the same entries, but readers would prefer these files.
 _OLDER_TOKENIZER_FILES = ("special_tokens_map.json", "added_tokens.json", "tekken.json")
 _SUFFIXES = (".json", ".txt", ".model", ".jinja", ".md")  # of a model's other files
-_OF_AN_EXPORT = ("exported.json", "factors.json", "self_test.json")  # of an exported model that is exported again
+_EXPORT_FILES = ("exported.json", "factors.json", "self_test.json")  # left out if an exported model is exported again
 
 
 def base_folder(checkpoint: Checkpoint, tokenizer: Any, folder: Path, copy: bool) -> dict[str, Any]:
@@ -52,10 +52,10 @@ def write_config(folder: Path, more: dict[str, Any]) -> None:
 
 def _take_files(checkpoint: Checkpoint, folder: Path, copy: bool) -> None:
     """The weights of a Hugging Face folder as links or copies, and copies of its other files."""
-    left = _OLDER_TOKENIZER_FILES if (checkpoint.path / _TOKENIZER).exists() else ()
+    left_out = _OLDER_TOKENIZER_FILES if (checkpoint.path / _TOKENIZER).exists() else ()
     for file in sorted(checkpoint.path.iterdir()):
         named = file.suffix in _SUFFIXES or file.name.startswith(("LICENSE", "NOTICE"))
-        if file.is_file() and named and file.name not in (*left, *_OF_AN_EXPORT):
+        if file.is_file() and named and file.name not in (*left_out, *_EXPORT_FILES):
             shutil.copyfile(file, folder / file.name)
     for file in checkpoint.weight_files():
         if copy:
@@ -67,12 +67,12 @@ def _take_files(checkpoint: Checkpoint, folder: Path, copy: bool) -> None:
 def _let_transformers_4_read_the_tokenizer(folder: Path) -> None:
     """Rewrite tokenizer_config.json so that transformers 4 and 5 both run the folder's tokenizer.json.
 
-    The class that 5 writes has another name in 4, where its default is to pass token types to the model. 4 refuses a list as
-    `extra_special_tokens`, and overwrites the `add_prefix_space` of a pre-tokenizer by the entry here.
+    Version 5 writes a class that has another name in version 4, and that passes token types to the model there by default.
+    Version 4 refuses a list as `extra_special_tokens`, and replaces the `add_prefix_space` of a pre-tokenizer by this file's.
     """
     path = folder / "tokenizer_config.json"
     config = read_json(path, dict) if path.exists() else {}
-    for key in ("is_local", "local_files_only"):  # how it was read here
+    for key in ("is_local", "local_files_only"):  # arguments of the call that read it
         config.pop(key, None)
     if isinstance(tokens := config.get("extra_special_tokens"), list):
         config["extra_special_tokens"] = {}  # a dict of tokens by their names, as 4 writes it

@@ -63,7 +63,7 @@ _FACTOR = "rope.scaling.factor"
 _TENSORS = {  # the tensors in which queries are linear, by their names in `gains_of_tensors`
     "query": "attn_q.weight", "query_bias": "attn_q.bias", "query_norm": "attn_q_norm.weight", "fused": "attn_qkv.weight",
 }  # fmt: skip
-_STANDS_STILL = 1e14  # divided by this, the angle at any position of any model is 0 in float32
+_STOPS_ROTATION = 1e14  # a divisor: the angle at any position of any model is 0 in float32
 _CHUNK_BYTES, _COPIED_BYTES = 2**20, 2**24
 _STRING, _FLOAT32 = 8, 6  # value types of GGUF
 
@@ -132,7 +132,7 @@ class Rounding:
 def patch_gguf(source: Path, target: Path, factors: LayerFactors, where: str = "factors") -> Rounding:
     """Write `target`, a copy of the file `source` that contains these factors and their mark (`lpes_jax.mark`).
 
-    All bytes but those of query weights, query bias (or norm) and RoPE's divisors are copied.
+    Query weights, query bias (or norm) and RoPE's divisors change. All other bytes are copied.
 
     Raises:
         UserError: lpes_jax does not run the model; it already contains factors; the factors do not fit it, or the file has no
@@ -209,7 +209,7 @@ def _divisors(gguf: GgufFile, config: LlamaConfig, rates: Float[np.ndarray, "hal
         if (kind := gguf.tensors[name].type.name) != "F32":
             raise UserError(f"{gguf.path}: tensor {name} is of type {kind}, and llama.cpp wants F32; convert the model again")
     before = {name: gguf.read(name) if name in own else np.ones_like(rates) for name in names}
-    return {name: np.minimum(values * rates, _STANDS_STILL).astype("<f4") for name, values in before.items()}
+    return {name: np.minimum(values * rates, _STOPS_ROTATION).astype("<f4") for name, values in before.items()}
 
 
 def _linear_scaling(
@@ -260,9 +260,9 @@ def _copy(
     keys: Mapping[str, str | float],
     divisors: Mapping[str, Float[np.ndarray, "half"]],
 ) -> int:
-    """Copy the file with more keys, and with the divisors that it lacks. Returns by how many bytes the tensors moved.
+    """Copy the file with more keys, and with the divisors that it lacks. Returns the number of bytes by which tensors moved.
 
-    New divisors come after all other tensors, whose offsets within the data stay.
+    New divisors come after all other tensors, so the offsets of these within the data are unchanged.
     """
     layout = gguf.layout
     added = b"".join(_text(key) + _value(value) for key, value in keys.items())

@@ -31,7 +31,7 @@ _CLASSES = {
     "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3", "phi3": "Phi3",
 }  # fmt: skip
 _LONGROPE_OVER = ("default", "linear", "llama3")  # types that never scale cos and sin, at any length
-_STANDS_STILL = 1e14  # divided by this, the angle at any position of any model is 0 in float32
+_STOPS_ROTATION = 1e14  # a divisor: the angle at any position of any model is 0 in float32
 
 
 def write_hf_folder(
@@ -96,7 +96,7 @@ def longrope(config: LlamaConfig, factors: LayerFactors) -> dict[str, Any] | Non
         unscaled = rope.rope_theta ** (-np.arange(0, 2 * half, 2) / (2 * half))
         divisors *= unscaled / np.asarray(inverse_frequencies(rope, config.head_dim), np.float64)
     # The fewest digits that give the same float32.
-    shared = [float(str(np.float32(divisor))) for divisor in np.minimum(divisors, _STANDS_STILL)]
+    shared = [float(str(np.float32(divisor))) for divisor in np.minimum(divisors, _STOPS_ROTATION)]
     lists, window = {"short_factor": shared, "long_factor": shared}, config.max_position_embeddings
     entry = {
         "rope_type": "longrope",

@@ -17,12 +17,12 @@ from lpes_jax.same_model import facts
 from lpes_jax.ship.folder import base_folder, write_config
 from lpes_jax.tasks.prompts import token_ids
 
-_TORCH, _THERE = Path(__file__).parent.parent / "torch.py", "lpes_torch.py"
+_TORCH, _COPY = Path(__file__).parent.parent / "torch.py", "lpes_torch.py"
 _BEST, _NEW = 8, 8  # logits per position, and new tokens, that the self-test compares
-_TEXT = """A long prompt is not read evenly. What stands at its begin and at its end is found again, and what stands between
-them is often lost, although every word of it was within the window. Rotary embeddings turn each query and each key by an angle
-that grows with its position; dividing the positions of one layer by a factor lets that layer look further, or closer, than it
-was trained to. Key 4f0c belongs to value 93ab, key 71d8 to value 05e2, and key c3b6 to value 8e17. Which belongs to 71d8?
+_TEXT = """Models do not read a long prompt evenly. They find facts at its beginning and at its end, and often lose facts in
+the middle, although the whole prompt is within the window. Rotary embeddings rotate each query and each key by an angle that
+grows with its position. Dividing the positions of one layer by a factor makes that layer look further, or closer, than it was
+trained to. Key 4f0c belongs to value 93ab, key 71d8 to value 05e2, and key c3b6 to value 8e17. Which belongs to 71d8?
 """
 
 
@@ -45,12 +45,12 @@ def write_hook_folder(
     # With the factors, config.json names two models: the exported one, and the one that they were found for.
     write_config(folder, more | {"lpes_factors": {"format": FORMAT, **factors.numbers, **models}})
     factors.save(folder / "factors.json")
-    shutil.copyfile(_TORCH, folder / _THERE)
+    shutil.copyfile(_TORCH, folder / _COPY)
     if not self_test:
         return []
     recorded = _recorded(load_llama(checkpoint, "float32"), tokenizer, factors)
     (folder / "self_test.json").write_text(json.dumps(recorded) + "\n", encoding="utf-8")
-    return [f"to try it with torch and transformers: python {{out}}/{_THERE}"]
+    return [f"to try it with torch and transformers: python {{out}}/{_COPY}"]
 
 
 def _recorded(model: Llama, tokenizer: Any, factors: LayerFactors) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class LpesRotaryEmbedding(FamilyRotaryEmbedding):
         self.is_checked = False
 
     def fill(self):
-        """Set the multipliers. They are in no weights file, and are lost if a model is built without memory for its tensors."""
+        """Set the multipliers. No weights file has them, so they are lost if a model is built on the meta device."""
         with torch.no_grad():
             self.multipliers.copy_(multipliers(self.config, self.multipliers.shape[-1]))
 
@@ -109,7 +109,9 @@ def take_groups():
         if cos.dim() == 3:
             return plain(q, k, cos, sin, *args, **kwargs)
         if k.shape[1] != cos.shape[1]:
-            raise RuntimeError(f"{k.shape[1]} of {cos.shape[1]} KV heads: factors of KV groups go with no tensor parallelism")
+            raise RuntimeError(
+                f"{k.shape[1]} of {cos.shape[1]} KV heads: factors of KV groups do not work with tensor parallelism"
+            )
         # q [B, H, T, D]: the heads of a group are adjacent. As [B, H/K, K, T, D], they broadcast with cos [B, 1, K, T, R].
         q, k = plain(q.unflatten(1, (cos.shape[1], -1)).transpose(1, 2), k[:, None], cos, sin)
         return q.transpose(1, 2).flatten(1, 2), k[:, 0]

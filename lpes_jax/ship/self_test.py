@@ -2,7 +2,7 @@
 
 The prompts are questions about key-value pairs, of several lengths up to the longest of the search, with the fact at several
 positions. Each has the log-probabilities of next tokens at points along the prompt and its answer. A server near `log_probs`
-has the factors; one near `plain_log_probs` runs the model without them. One short text could not tell the two apart.
+has the factors; a server near `plain_log_probs` runs the model without them. A single short text would not show the difference.
 
 Letters: T tokens, N points, C candidates at a point, V vocabulary.
 """
@@ -31,7 +31,7 @@ from lpes_jax.tasks.prompts import slot, token_ids
 FORMAT, FILE = "lpes-self-test/1", "self_test.json"
 SCRIPT = Path(__file__).parent / "check_in_transformers.py"
 TOLERANCE = 1e-2  # nats, float32 in another library
-_TELLS = 10  # the model without factors must be off by this many tolerances somewhere, to be told from that with factors
+_TELLS = 10  # a model without factors is detected if it is off by this many tolerances somewhere
 _SHARES = ((1.0, 0), (1.0, 75), (0.5, 50), (0.25, 25), (0.125, 100))  # share of the longest prompt, position of the fact in %
 _DEFAULT_LONGEST = 1024  # tokens, if the factors do not say how long their prompts were
 _MOST_PAIRS = 2**14  # no model has longer prompts
@@ -129,8 +129,8 @@ def write_script(folder: Path) -> list[str]:
 def longest_searched(factors: LayerFactors, tokenizer: Any) -> int:
     """The tokens of the longest search prompt with its answer.
 
-    A search records this number. For older files it is that of the largest number of key-value pairs in their record, also in a
-    range or a mixture; if they have none, a default.
+    A search records this number. For older files, it is computed from the largest number of key-value pairs in their record,
+    also in a range or a mixture. Without key-value pairs it is a default.
     """
     search = factors.search
     if isinstance(tokens := search.get("longest_tokens"), int) and tokens > 0:

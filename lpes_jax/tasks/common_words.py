@@ -19,7 +19,6 @@ A hash of the first common word assigns an example to `search` (40 %) or `test` 
 """
 
 import random
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -35,7 +34,7 @@ from lpes_jax.tasks.prompts import Prompt, Split
 from lpes_jax.tasks.prompts import position as position_of
 from lpes_jax.tasks.recall import Recall
 from lpes_jax.tasks.words import ADJECTIVES, NOUNS, VERBS
-from lpes_jax.text_files import OtherEncoding, read_text
+from lpes_jax.text_files import UNREADABLE, read_text
 
 QUESTION = (
     "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that appear most "
@@ -157,7 +156,7 @@ class CommonWords(Recall):
     def _read(self, path: Path) -> tuple[str, ...]:
         try:
             words = _words_of(path, path.stat().st_mtime_ns)
-        except (OSError, EOFError, zlib.error, OtherEncoding, UnicodeDecodeError) as error:
+        except UNREADABLE as error:
             raise UserError(f"--data {path}: not readable as UTF-8 text ({error})") from error
         needed = max(self.num_words, 2 * self._shot_words)
         if len(words) < needed:

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,7 +10,7 @@ from lpes_jax.errors import UserError
 from lpes_jax.json_files import parse_json
 from lpes_jax.limits import check_text_size
 from lpes_jax.tasks.prompts import Split
-from lpes_jax.text_files import OtherEncoding, open_text
+from lpes_jax.text_files import UNREADABLE, open_text
 
 E = TypeVar("E")
 
@@ -79,7 +78,7 @@ def json_rows(path: Path, columns: Sequence[str], what: str) -> Iterator[tuple[s
                 if line.strip():
                     where = f"--data {path}, line {number}"
                     yield where, _row(line, columns, where, f"not {what}")
-    except (OSError, EOFError, zlib.error, OtherEncoding, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise UserError(f"--data {path}: not readable as .jsonl or .jsonl.gz after line {number} ({error})") from error
 
 

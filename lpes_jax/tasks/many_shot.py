@@ -22,7 +22,6 @@ A hash assigns each text to `search` (40 %) or `test` (60 %); solved examples co
 
 import csv
 import random
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +33,7 @@ from lpes_jax.tasks.data import content_id, need_file, split_of, take
 from lpes_jax.tasks.metrics import first_line
 from lpes_jax.tasks.prompts import Generation, Prompt, Split
 from lpes_jax.tasks.prompts import position as position_of
-from lpes_jax.text_files import OtherEncoding, open_text
+from lpes_jax.text_files import UNREADABLE, open_text
 
 HEADER = ("text", "category", "label")
 INSTRUCTION = "Label each text. Texts that mean the same have the same label.\n\n"
@@ -178,7 +177,7 @@ def _read(path: Path) -> dict[str, str]:
                 if not text or not label:
                     raise UserError(f"{where}: an empty text or label; remove the line")
                 texts.setdefault(text, label)
-    except (OSError, EOFError, zlib.error, OtherEncoding, UnicodeDecodeError, csv.Error) as error:
+    except (*UNREADABLE, csv.Error) as error:
         raise UserError(f"--data {path}: not readable as CSV ({error})") from error
     return texts
 

@@ -33,7 +33,7 @@ from lpes_jax.limits import check_bounds
 from lpes_jax.tasks.data import content_id, split_of, take
 from lpes_jax.tasks.prompts import Cut, Prompt, Split, Unmoved, check_once
 from lpes_jax.tasks.prompts import position as position_of
-from lpes_jax.text_files import OtherEncoding, open_text
+from lpes_jax.text_files import UNREADABLE, open_text
 
 LETTERS = "ABCD"
 SOURCE = {
@@ -54,7 +54,7 @@ COLUMNS = {  # of files without a header, by their number of columns
 
 
 @dataclass(frozen=True)
-class Row:
+class CsvRow:
     """A line of a CSV."""
 
     question: str
@@ -67,8 +67,8 @@ class Example:
     """A question with its subject and its shots."""
 
     subject: str
-    row: Row
-    shots: tuple[Row, ...]
+    row: CsvRow
+    shots: tuple[CsvRow, ...]
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class MultipleChoice(Unmoved):
         examples = []
         names = _chinese_names(self.data / "subject_mapping.json") if self.benchmark == "ceval" else {}
         for subject in self.subjects or self._known(self.data):
-            shots: list[Row] = []
+            shots: list[CsvRow] = []
             if self.num_shots:
                 dev = self.data / "dev" / f"{subject}_dev.csv"
                 shots = read_csv(dev)
@@ -176,22 +176,22 @@ class MultipleChoice(Unmoved):
         """1 if the likeliest option is the right letter."""
         return {"acc": float(output.strip() == prompt.gold)}
 
-    def _question(self, row: Row) -> str:
+    def _question(self, row: CsvRow) -> str:
         choices = "".join(f"\n{letter}. {choice}" for letter, choice in zip(LETTERS, row.choices, strict=True))
         return row.question + choices + ANSWER[self.benchmark]
 
 
-def _faults(row: Row) -> tuple[str, ...]:
+def _faults(row: CsvRow) -> tuple[str, ...]:
     choices = [choice.strip() for choice in row.choices]
     right = choices[LETTERS.index(row.answer)]
     return ("gold_empty",) * (not right) + ("answer_in_distractors",) * (choices.count(right) > 1)
 
 
-def read_csv(path: Path) -> list[Row]:
+def read_csv(path: Path) -> list[CsvRow]:
     """Read a file of either benchmark, with or without a header. Raises UserError, with the line if one is wrong."""
     if not path.is_file():
         raise UserError(f"--data: {path} is missing")
-    rows: list[Row] = []
+    rows: list[CsvRow] = []
     columns: Sequence[str] | None = None
     try:
         with open_text(path, newline="") as file:
@@ -204,7 +204,7 @@ def read_csv(path: Path) -> list[Row]:
                         continue
                 if cells:
                     rows.append(_row(cells, columns, where))
-    except (OSError, OtherEncoding, UnicodeDecodeError, csv.Error) as error:
+    except (*UNREADABLE, csv.Error) as error:
         raise UserError(f"--data {path}: not readable as CSV ({error})") from error
     return rows
 
@@ -224,7 +224,7 @@ def _columns(cells: list[str], where: str) -> Sequence[str]:
     return named
 
 
-def _row(cells: list[str], columns: Sequence[str], where: str) -> Row:
+def _row(cells: list[str], columns: Sequence[str], where: str) -> CsvRow:
     if len(cells) != len(columns):
         raise UserError(f"{where}: {len(cells)} columns, but {len(columns)} above; is a quote missing?")
     row = dict(zip(columns, cells, strict=True))
@@ -232,7 +232,7 @@ def _row(cells: list[str], columns: Sequence[str], where: str) -> Row:
     answer = LETTERS[int(answer)] if answer in ("0", "1", "2", "3") else answer
     if answer not in tuple(LETTERS):
         raise UserError(f"{where}: the answer {row['answer']!r} is none of A, B, C, D and 0, 1, 2, 3")
-    return Row(row["question"], tuple(row[letter] for letter in LETTERS), answer)
+    return CsvRow(row["question"], tuple(row[letter] for letter in LETTERS), answer)
 
 
 def _chinese_names(path: Path) -> dict[str, str]:

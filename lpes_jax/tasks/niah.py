@@ -36,7 +36,6 @@ sentences. A hash of its key assigns it to `search` (40 %) or `test` (60 %).
 import random
 import re
 import uuid
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -52,7 +51,7 @@ from lpes_jax.tasks.prompts import Prompt, Split
 from lpes_jax.tasks.prompts import position as position_of
 from lpes_jax.tasks.recall import Recall
 from lpes_jax.tasks.words import ADJECTIVES, NOUNS
-from lpes_jax.text_files import OtherEncoding, read_text
+from lpes_jax.text_files import UNREADABLE, read_text
 
 Haystack = Literal["noise", "essay", "needles"]
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -273,7 +272,7 @@ class Niah(Recall):
     def _essay(self, path: Path) -> Sequence[str]:
         try:
             sentences = sentences_of(path, path.stat().st_mtime_ns)
-        except (OSError, EOFError, zlib.error, OtherEncoding, UnicodeDecodeError) as error:
+        except UNREADABLE as error:
             raise UserError(f"--data {path}: not readable as UTF-8 text ({error})") from error
         if len(sentences) < self.num_lines:
             raise UserError(f"--data {path} has {len(sentences)} sentences; use --num-lines {len(sentences)} or less")

@@ -13,7 +13,6 @@ The first 40 % of the file's tokens are for `search`, the others for `test`; no 
 """
 
 import math
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from lpes_jax.errors import UserError
 from lpes_jax.limits import check_bounds
 from lpes_jax.tasks.data import need_file
 from lpes_jax.tasks.prompts import Split, Tokenizer, token_ids
-from lpes_jax.text_files import OtherEncoding, read_text
+from lpes_jax.text_files import UNREADABLE, read_text
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class Perplexity:
         assert self.data is not None
         try:
             text = read_text(self.data)
-        except (OSError, EOFError, zlib.error, OtherEncoding, UnicodeDecodeError) as error:
+        except UNREADABLE as error:
             raise UserError(f"--data {self.data}: not readable as UTF-8 text ({error})") from error
         [ids] = token_ids(tokenizer, [text])
         bos = getattr(tokenizer, "bos_token_id", None)

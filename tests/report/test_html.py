@@ -15,11 +15,11 @@ import pytest
 from lpes_jax.evaluate import EvaluateSettings
 from lpes_jax.report.html import write_page
 from lpes_jax.report.plots import factors_by_layer, search_history, u_curve
-from lpes_jax.report.tables import Row, markdown
+from lpes_jax.report.tables import TableRow, markdown
 
 pytestmark = pytest.mark.pictures
 MODEL = '<script>alert(1)</script>&"a|b" ' + "long/" * 40
-ROWS = [Row(f"{MODEL} {number}", (90.7, 56.7, 95.0), 80.8, 1.3, p=0.0441) for number in range(3)]
+ROWS = [TableRow(f"{MODEL} {number}", (90.7, 56.7, 95.0), 80.8, 1.3, p=0.0441) for number in range(3)]
 RECORD = {
     "config": {"model": MODEL, "positions": [0, 50, 100], "stop": [], "model_identity": {"name": MODEL, "sha256": "f" * 64}},
     "versions": {"jax": "0.10.2", "a name of so many words that it leaves no room on a phone": "123456789"},

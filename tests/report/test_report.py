@@ -10,14 +10,14 @@ import pytest
 from rich.console import Console
 
 from lpes_jax.report.plots import factors_by_layer, u_curve
-from lpes_jax.report.tables import Row, markdown, position_table
+from lpes_jax.report.tables import TableRow, markdown, position_table
 
 pytestmark = pytest.mark.pictures
 
 ROWS = [
-    Row("baseline", (90.7, 56.74, 95.0), 80.81, 1.26),
-    Row("LPES | [50]", (95.0, 87.9, 100.0), 94.3, 0.8, p=0.0001, log_likelihood=-1.234),
-    Row("pi", (91.0, 60.0, 95.0), 82.0, 1.2, p=0.0442, log_likelihood=-12.0),
+    TableRow("baseline", (90.7, 56.74, 95.0), 80.81, 1.26),
+    TableRow("LPES | [50]", (95.0, 87.9, 100.0), 94.3, 0.8, p=0.0001, log_likelihood=-1.234),
+    TableRow("pi", (91.0, 60.0, 95.0), 82.0, 1.2, p=0.0442, log_likelihood=-12.0),
 ]
 POINTS = np.array([(4.7, 1.2), (10, 1.35), (19.7, 1.75), (28.8, 1.5)])
 CURVE = np.stack([np.linspace(4.7, 28.8, 50), np.linspace(1.2, 1.5, 50)], axis=1)

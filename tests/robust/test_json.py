@@ -23,8 +23,8 @@ from lpes_jax.models.llama.checkpoint import open_checkpoint
 from lpes_jax.models.llama.tokenizer import stop_ids
 from lpes_jax.results import outcome_of
 from lpes_jax.search import run_search
-from lpes_jax.search.loop import _sweep
 from lpes_jax.search.settings import search_space
+from lpes_jax.search.uniform import read_sweep
 from lpes_jax.settings.search import SearchSettings
 from lpes_jax.store.files import write_json
 from lpes_jax.store.parts import Parts
@@ -344,7 +344,7 @@ def test_what_a_comparison_goes_on_with(tmp_path, measured, tuned):
 )
 def test_the_sweep_of_uniform_factors(tmp_path, record):
     (tmp_path / "uniform.json").write_text(json.dumps(record))
-    found = refused_or(lambda: _sweep(tmp_path / "uniform.json", [0.5, 1.0, 2.0]))
+    found = refused_or(lambda: read_sweep(tmp_path / "uniform.json", [0.5, 1.0, 2.0]))
     assert found is None or [entry["factor"] for entry in found["sweep"]] == [0.5, 1.0, 2.0][: len(found["sweep"])]
 
 

@@ -11,7 +11,7 @@ from flax import nnx
 
 import lpes_jax as lj
 from lpes_jax.evaluate.perplexity import text_nlls
-from lpes_jax.evaluation import BASELINE, Candidate, evaluate
+from lpes_jax.evaluation import BASELINE, Candidate, Conditions, evaluate
 from lpes_jax.finite import NotFinite, first_bad_layer
 from lpes_jax.generation import GeneratedScorer, generate_ids
 from lpes_jax.methods.moice import train_router
@@ -109,7 +109,7 @@ def test_an_evaluation_is_an_error_and_no_percentage(tiny_model, tokenizer, metr
     task, broken = KeyValue(2, key_length=1), changed(tiny_model, DAMAGED["NaN in a query"][0])
     examples, candidates = task.examples("test", 2, 0), [Candidate("factors", lj.LayerFactors.uniform(1.3, 3))]
     with pytest.raises(NotFinite, match="the model's logits are not finite: first in layer 1"):
-        evaluate(broken, tokenizer, task, examples, [(0, 0)], candidates, metrics=(metric,), max_new_tokens=8)
+        evaluate(broken, tokenizer, task, examples, [(0, 0)], candidates, Conditions((metric,), max_new_tokens=8))
 
 
 def test_factors_are_blamed_only_where_the_model_is_sound(tiny_model, tokenizer):

@@ -12,17 +12,17 @@ from rich.console import Console
 from lpes_jax.process import PLAIN, _Surviving, one_line, plain
 from lpes_jax.report.plots import u_curve
 from lpes_jax.report.progress import SearchProgress
-from lpes_jax.report.tables import Grid, Row, position_table, printable, show
+from lpes_jax.report.tables import ScreenTable, TableRow, position_table, printable, show
 
 POSITIONS = (0, 25, 50, 75, 100)
 ROWS = [
-    Row(name, tuple(10.1 * row + column + 0.5 for column in range(5)), 27.3 + row, 1.8, 0.0314, -12.34 - row)
+    TableRow(name, tuple(10.1 * row + column + 0.5 for column in range(5)), 27.3 + row, 1.8, 0.0314, -12.34 - row)
     for row, name in enumerate(("plain prompt", "base[red]line", "LPES :smile: [/x]"))
 ]
 FIGURES = sorted(f"{value:.1f}" for row in ROWS for value in row.accuracy)
 
 
-def shown(part: Grid, width: int, **console: object) -> str:
+def shown(part: ScreenTable, width: int, **console: object) -> str:
     file = io.StringIO()
     Console(file=file, width=width, **console).print(part)
     return file.getvalue()
@@ -39,7 +39,7 @@ def test_no_width_cuts_a_figure(width):
 
 
 def test_names_and_values_become_lines_where_a_table_does_not_fit():
-    grid = Grid("facts", None, [("files", "/a/[b]/" + "c" * 30), ("weights", "1,234: float32 5 MiB")], right=False)
+    grid = ScreenTable("facts", None, [("files", "/a/[b]/" + "c" * 30), ("weights", "1,234: float32 5 MiB")], right=False)
     wide, narrow = shown(grid, 100), shown(grid, 24)
     assert "/a/[b]/" + "c" * 30 in wide
     assert "/a/[b]/" + "c" * 30 in narrow.replace("\n", "").replace(" ", "") and "1,234:" in narrow

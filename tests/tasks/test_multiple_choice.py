@@ -8,7 +8,7 @@ from word_tokenizer import num_words, words
 
 from lpes_jax.errors import UserError
 from lpes_jax.tasks import make_task
-from lpes_jax.tasks.multiple_choice import MultipleChoice, Row, read_csv
+from lpes_jax.tasks.multiple_choice import CsvRow, MultipleChoice, read_csv
 from lpes_jax.tasks.prompts import Task, fit, option_prompts
 
 ROWS = [[f'Q {number}, "so"?', "w", "x", "y\nline", "z", "ABCD"[number % 4]] for number in range(7)]
@@ -87,7 +87,7 @@ def test_shots_are_dropped_from_the_end_until_it_fits(mmlu):
     ],
 )
 def test_csvs_of_every_kind(tmp_path, header, row):
-    assert read_csv(write_csv(tmp_path / "x.csv", [row], header)) == [Row("q", ("a", "b", "c", "d"), "C")]
+    assert read_csv(write_csv(tmp_path / "x.csv", [row], header)) == [CsvRow("q", ("a", "b", "c", "d"), "C")]
 
 
 def test_ceval(tmp_path):
