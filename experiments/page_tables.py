@@ -86,7 +86,7 @@ def results() -> str:
         "30 key-value pairs": ("kv, 30 pairs", False),
         "needle in 160 sentences": ("needle, 160 sentences", False),
         "10 documents, gold answer in the output": ("mdqa, 10 documents", True),
-        "gold document alone": ("mdqa, gold document alone", False),
+        "only the gold document": ("mdqa, gold document alone", False),
         "fiction, windows of 8,192, nats per token": ("plain text, fiction, windows of 8192", False),
     }
     records = {name: record(f"{folder}/{name}.json")["targets"] for names in columns.values() for name in names}
@@ -122,7 +122,7 @@ def changes_smollm2() -> str:
         "kv, 30 pairs": "30 key-value pairs",
         "needle, 160 sentences": "needle in 160 sentences",
         "mdqa, mdqa10_rows_2155_2454": "10 retrieved documents",
-        "mdqa, gold document alone": "gold document alone",
+        "mdqa, gold document alone": "only the gold document",
     }
     return _changes("gains/smollm2_kl", methods, titles)
 
@@ -135,7 +135,7 @@ def changes_qwen() -> str:
         "kv, 150 pairs": "150 key-value pairs",
         "needle, 160 sentences": "needle in 160 sentences",
         "mdqa, mdqa10_rows_2155_2454": "10 retrieved documents",
-        "mdqa, gold document alone": "gold document alone",
+        "mdqa, gold document alone": "only the gold document",
     }
     return _changes("gains/qwen05_kl", {name: name for name in ("factors", "gains", "both")}, titles)
 

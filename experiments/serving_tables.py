@@ -159,7 +159,7 @@ def llama_cpp_tables() -> list[str]:
             ],
             divergences,
         ),
-        "What patching makes of the file (rows: |row - row x gain| / |row x gain|):",
+        "Changes of the file by patching (rows: |row - row x gain| / |row x gain|):",
         _table(
             [
                 "file",

@@ -5,6 +5,7 @@ On a mesh, a batch of prompts is distributed over the population axis: see `lpes
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp

@@ -28,7 +28,7 @@ def out_of_memory(error: Exception) -> bool:
     return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
 
-def unless_out_of_memory(run: Callable[[], Any]) -> tuple[Any, jax.errors.JaxRuntimeError | None]:
+def unless_out_of_memory(run: Callable[[], Any]) -> tuple[Any, Exception | None]:
     """The result of `run`, or None if a device of any process ran out of memory; and this process's error, if it has one.
 
     All processes must call it in the same order.
