@@ -2,7 +2,7 @@
 
     python experiments/bench_8bit.py --data nq-open-oracle.jsonl.gz           # everything, on a GPU with fp8 products
     python experiments/bench_8bit.py --parts correlation --dtypes float32 bfloat16 int8 --model smollm2-135m-instruct
-    python experiments/bench_8bit.py --tiny                                   # a minute on a CPU: whether the script runs
+    python experiments/bench_8bit.py --tiny                                   # a minute on a CPU: tests the script
 
 Parts:
 

@@ -3,11 +3,12 @@
     python -m venv VENV && VENV/bin/pip install xllamacpp
     python experiments/bench_cpu_against_llama_cpp.py --python VENV/bin/python --output runs/cpu_against_llama_cpp.json
 
-Both read key-value prompts and compute the logits after each. lpes_jax reads them as one batch, with the products of each
-of `--dtypes` (int8: `--score-dtype`). llama.cpp (`xllamacpp`, a process of its own) reads one after the other, with nothing
+Both compute the logits after each of the same key-value prompts. lpes_jax reads them as one batch, with the products of each of
+`--dtypes` (int8: `--score-dtype`). llama.cpp (`xllamacpp`, a process of its own) reads one after the other, with nothing
 cached: the model's own file, and copies by the `gguf` package with Q8_0 and F16 matrices, because llama.cpp is faster with some
-formats than with others. Both processes are bound to the same cores; while one works, the other waits. The best round counts.
-The record has all rounds, and the load of the machine before and after: a figure from a busy machine says little.
+formats than with others. Both processes are bound to the same cores; while one works, the other waits. The figure is that of
+the best round. The record has all rounds, and the load of the machine before and after, because a busy machine distorts
+figures.
 
 `same_next`: prompts after which a dtype has the same most likely token as the first of `--dtypes`. `products`: a single product
 of the prompts' tokens with a matrix of the MLP, in GFLOP/s.

@@ -1,7 +1,7 @@
 """Packed weights on a large shape: seconds of a search's step and peak memory, within 24 and 16 GiB of a card.
 
     python experiments/bench_packed.py                    # on a GPU: a 7B shape with random weights
-    python experiments/bench_packed.py --tiny             # a minute on a CPU: whether the script runs
+    python experiments/bench_packed.py --tiny             # a minute on a CPU: tests the script
 
 Each cell is a process of its own, whose share of the card is set to `--gib` (XLA_PYTHON_CLIENT_MEM_FRACTION; the card's size is
 nvidia-smi's). The weights are random codes of the layout, made on the device. Cells:
@@ -11,7 +11,7 @@ nvidia-smi's). The weights are random codes of the layout, made on the device. C
 - `gradient`: the loss and gradient of a step of `--preset best` in a factor and a gain of every frequency: `--minibatch`
   prompts, and the KL divergence on 4 windows of 512 tokens. If it runs out of memory, half of the prompts, until it fits.
 
-Compiling is apart: the first call, minus the median of the others. Planned figures are those of the doctor. Writes
+The time to compile is the first call's, minus the median of the others. Planned figures are those of the doctor. Writes
 results.json and tables.md into --output-path.
 """
 

@@ -14,9 +14,9 @@ Seconds are those of the search, including uniform factors but not the held-out 
 then `second`; the seconds are those of the second run, which finds the first one's programs compiled. With `--no-warm` it runs
 once, and seconds include compilation. Run it on one device that nothing else uses.
 
-`--haystack-queries` repeats everything with so many questions per haystack. These share a prefix, so their prompts cost less,
-but a race counts a haystack as one unit. `--replay` scores all individuals of the genetic algorithm's whole searches again and
-replays their generations: the prompts of a race with the test of `racing.py` (`paired`), and with control variates
+`--haystack-queries` repeats everything with these numbers of questions per haystack. These share a prefix, so their prompts
+cost less, but a race counts a haystack as one unit. `--replay` scores all individuals of the genetic algorithm's whole searches
+again and replays their generations: the prompts of a race with the test of `racing.py` (`paired`), and with control variates
 (`controlled`): the differences to the bar are regressed on what is known on all questions: the values of the worst parent, the
 mean values of all parents, and the parents' mean probability of the answers (the likelihood). The estimate of the difference on
 all questions is the regression's at the controls' means over all questions; its error is that of the residuals. A replay does

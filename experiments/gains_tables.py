@@ -2,9 +2,10 @@
 
     python experiments/gains_tables.py experiments/results/gains/smollm2_kl
 
-A cell is what `transfer.py` or `controls.py` measured of one search: `METHOD_seedN.json`, and `baseline.json` of the model as
-it is. Writes tables.md and summary.json there. Of several seeds each question counts with its mean. p: paired permutation over
-questions, with Holm's correction over the targets of a column; the interval is the 95 % one of the paired difference.
+A cell has the measurements by `transfer.py` or `controls.py` of one search: `METHOD_seedN.json`, and `baseline.json` for the
+unchanged model. Writes tables.md and summary.json there. With several seeds, each question counts with its mean. p is from a
+paired permutation test over questions, with Holm's correction over the targets of a column; intervals are 95 % intervals of the
+paired difference.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Two plain texts: `mixed.txt`, of the kinds that searches see, and `fiction.txt`, which none sees.
+"""Two plain texts: `mixed.txt`, of the kinds that searches use, and `fiction.txt`, which no search uses.
 
     python experiments/plain_texts.py --data FOLDER --output-path FOLDER
 

@@ -1,10 +1,10 @@
-"""The README's commands, word by word, on a fresh clone: what each takes.
+"""The time and memory of the README's commands, word by word, on a fresh clone.
 
     python experiments/readme_path.py --clone /tmp/stranger --runs 2
 
 Clones this repository, and runs the commands under "Demo" and "Your model" there, one after the other in one shell, then the
 Python of "Serve". Nothing is prepared: `make demo` makes the environment, and models are downloaded. (With --keep-cache, models
-and compiled programs of the user's cache folder are used.) Writes what each command took and its largest process's memory to
+and compiled programs of the user's cache folder are used.) Writes each command's time and its largest process's memory to
 experiments/results/readme_path/NAME.json, from which the README's table is made (`page_figures.py`).
 
     python experiments/readme_path.py --models 0.5B=qwen05.gguf 1.5B=qwen15.gguf

@@ -140,7 +140,6 @@ def _compared(
     """The content of `results.json`, after all files are written, and the text to print."""
     task, held_out, others = asked.task, asked.held_out, asked.others
     slots = slots_of(task, settings.questions.positions if task.num_items > 1 else (0,))
-    config, refused = loaded.model.config, {}
     measured = partial(
         evaluate,
         loaded.model,
@@ -156,50 +155,27 @@ def _compared(
         ),
         on_outcome=lambda outcome: kept.keep("measured", outcome.candidate.name, record_of(outcome)),
     )
-    choices: dict[str, list[Choice]] = {}
     prompts = _search_prompts(settings, loaded, task, asked.searched, slots)
     scorer = _scorer(settings, loaded, task, prompts)
     tuning = _tuning(settings, loaded, found, scorer, prompts, Learnt(kept))
 
-    def choose(names: Sequence[str]) -> None:
-        for name in names:
-            try:
-                choices[name] = METHODS[name](tuning)
-                for choice in choices[name]:
-                    if choice.maker is not None:
-                        choice.maker(config, config.max_position_embeddings)
-            except UserError as error:
-                if "all" not in settings.methods.methods:
-                    raise
-                choices.pop(name, None)
-                refused[name] = str(error)
-
-    tunings, measurements = kept.records["tuned"], kept.records["measured"]
+    measurements = kept.records["measured"]
     try:
-        choose([name for name in names if name not in _LEARNING])
+        choices, refused = _available(settings, [name for name in names if name not in _LEARNING], tuning)
         if BASELINE not in measurements:  # before any tuning, so that errors in questions or metrics appear at once
             measured([Candidate(BASELINE)])
         for other in others:
             other_tasks.measure(other, [Candidate(BASELINE)], settings, loaded, kept)
-        choose([name for name in names if name in _LEARNING])
+        learning, not_learning = _available(settings, [name for name in names if name in _LEARNING], tuning)
     except UserError:
         if not settings.run.resume:
             kept.discard()
         raise
-    choices = {name: choices[name] for name in names if name in choices}
+    choices |= learning
+    choices, refused = {name: choices[name] for name in names if name in choices}, refused | not_learning
     total = len(held_out) * len(slots) + sum(len(other.examples) * len(other.slots) for other in others)
     with SearchProgress(len(choices) * total) as progress:
-        tuned: dict[str, tuple[Choice, list[dict[str, Any]]]] = {}
-        for name, method_choices in choices.items():
-            by_setting = {choice.setting: choice for first in method_choices for choice in (first, *first.then)}
-            if tunings.get(name, {}).get("setting") not in by_setting:  # not tuned yet, or other channels were found
-                progress.note(f"tuning {name}")
-                choice, tried = _tune(scorer, method_choices, config)
-                if name != BASELINE:
-                    kept.forget("measured", name)
-                    other_tasks.forget(others, name, kept)
-                kept.keep("tuned", name, {"setting": choice.setting, "tried": tried})
-            tuned[name] = by_setting[tunings[name]["setting"]], tunings[name]["tried"]
+        tuned = _tuned(choices, scorer, loaded.model.config, others, kept, progress)
         candidates = [Candidate(name, method=chosen.maker) for name, (chosen, _) in tuned.items()]
         progress.note("measuring on held-out questions")
         earlier = {name: outcome_of(kept_record) for name, kept_record in measurements.items()}
@@ -222,6 +198,54 @@ def _compared(
     if elsewhere:
         record |= {"tuned_task": asked.title, "other_tasks": [one.record() for one in elsewhere]}
     return record, _write(settings, loaded, title_of(settings.task, task), outcomes, slots, record, elsewhere)
+
+
+def _available(
+    settings: CompareSettings, names: Sequence[str], tuning: Tuning
+) -> tuple[dict[str, list[Choice]], dict[str, str]]:
+    """The settings to try for each method; and for methods that are not available, the reason.
+
+    Raises UserError for a method that is not available, unless the methods are `all`.
+    """
+    config = tuning.model.config
+    choices: dict[str, list[Choice]] = {}
+    refused: dict[str, str] = {}
+    for name in names:
+        try:
+            method_choices = METHODS[name](tuning)
+            for choice in method_choices:
+                if choice.maker is not None:
+                    choice.maker(config, config.max_position_embeddings)
+            choices[name] = method_choices
+        except UserError as error:
+            if "all" not in settings.methods.methods:
+                raise
+            refused[name] = str(error)
+    return choices, refused
+
+
+def _tuned(
+    choices: dict[str, list[Choice]],
+    scorer: LikelihoodScorer | None,
+    config: Any,
+    others: Sequence[OtherTask],
+    kept: Parts,
+    progress: SearchProgress,
+) -> dict[str, tuple[Choice, list[dict[str, Any]]]]:
+    """The best setting of each method, and the record of its tuning. Methods that are already tuned are not tuned again."""
+    tuned: dict[str, tuple[Choice, list[dict[str, Any]]]] = {}
+    tunings = kept.records["tuned"]
+    for name, method_choices in choices.items():
+        by_setting = {choice.setting: choice for first in method_choices for choice in (first, *first.then)}
+        if tunings.get(name, {}).get("setting") not in by_setting:  # not tuned yet, or other channels were found
+            progress.note(f"tuning {name}")
+            choice, tried = _tune(scorer, method_choices, config)
+            if name != BASELINE:
+                kept.forget("measured", name)
+                other_tasks.forget(others, name, kept)
+            kept.keep("tuned", name, {"setting": choice.setting, "tried": tried})
+        tuned[name] = by_setting[tunings[name]["setting"]], tunings[name]["tried"]
+    return tuned
 
 
 def _check_tuned(record: dict[str, Any]) -> None:

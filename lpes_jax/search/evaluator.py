@@ -72,10 +72,6 @@ class Evaluator:
         """Whether an individual with this key has a summary."""
         return key in self._known
 
-    def summaries(self, individuals: Individuals, bar: Bar | None = None) -> list[dict[str, Any]]:
-        """The summaries of a generation's individuals. New ones are scored on all examples, or with a bar in a race."""
-        return self._summaries(individuals, self.granularities, bar)
-
     def replay(self, keys: Sequence[tuple], records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """The summaries in lines of a resumed run's history, which are then known and count as scored."""
         new = [record for record in records if not record["cached"]]
@@ -100,7 +96,7 @@ class Evaluator:
                 del self._known[key]
         return [
             {name: value for name, value in summary.items() if name != "values"}
-            for summary in self._summaries(individuals, (granularity, "layer"))
+            for summary in self.summaries(individuals, granularities=(granularity, "layer"))
         ]
 
     def check_model(self, when: str, records: Sequence[dict[str, Any]]) -> None:
@@ -121,9 +117,17 @@ class Evaluator:
             way_out = "try --dtype float32, or factors nearer to 1 (--min-factor, --max-factor)"
             raise UserError(f"{when}: {not_finite_of(records)}; {in_words(records[0])}; {way_out}")
 
-    def _summaries(
-        self, individuals: Individuals, granularities: tuple[Granularity, Granularity], bar: Bar | None = None
+    def summaries(
+        self,
+        individuals: Individuals,
+        bar: Bar | None = None,
+        granularities: tuple[Granularity, Granularity] | None = None,
     ) -> list[dict[str, Any]]:
+        """The summaries of individuals. New ones are scored on all examples, or with a bar in a race.
+
+        `granularities`: None means the evaluator's.
+        """
+        granularities = granularities or self.granularities
         keys = [individuals.select(index).key for index in range(len(individuals.factors))]
         unknown: dict[tuple, int] = {}
         for index, key in enumerate(keys):

@@ -19,10 +19,10 @@ Where the paper leaves a choice open, this module decides:
 - Eq. 8: k (L-1)/d is rounded to the lattice, half to even: 10 and 21 for L = 32. All others of generation 0 are its mutations.
 - Select-Parents: the N_pa fittest; of equals, the one evaluated first. Selection is at the end of `init` and `tell` instead of
   the start of `ask`, so the state contains only the parents and its size does not depend on N_ps. Parents compete with their
-  offspring, so the best stays. A NaN fitness sorts last; such individuals breed only if too few others are left.
-- Mutation, Eq. 9: the parent is drawn uniformly. Neighbours are the parent's, so all points move at once. A point is redrawn
-  with probability `mutation_rate`, uniformly over its closed range. All points are drawn again until Eq. 10 holds, at most
-  64 times; after that x stays the parent's. So `max_change_x = 0` pins x.
+  offspring, so the best stays. A NaN fitness sorts last; such individuals become parents only if too few others are left.
+- Mutation, Eq. 9: the parent is drawn uniformly. The ranges come from the parent's points, so all points can move at once. A
+  point is redrawn with probability `mutation_rate`, uniformly over its closed range. All points are drawn again until Eq. 10
+  holds, at most 64 times; after that x stays the parent's. So `max_change_x = 0` pins x.
 - Crossover: two different parents, one cut in 1 .. 2C-1 of the 2C genes, and two children, which must both satisfy Eq. 10.
   Each of the N_ct tries draws a new pair and a new cut. If all fail, the children are mutations of the last pair, one of each.
   Both children are evaluated, and `tell` keeps the fitter (the first of equals).

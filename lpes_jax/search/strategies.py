@@ -9,26 +9,26 @@ box. For every algorithm:
 - `score` gets points inside the box only, and the first of all (individual 0 of generation 0) is `start`.
 - `score` may raise `BudgetSpent` to end the search. `run_strategy` returns nothing; `score` has seen all results.
 - A fitness that is not finite ranks below all finite ones.
-- The seed decides everything; keys are per generation, so a longer search begins with the shorter one, but for the
-  algorithms that spread a schedule over the generations (below).
+- The seed decides everything. Keys are per generation, so a longer search begins like a shorter one, except for algorithms
+  that spread a schedule over the generations (below).
 
 evosax has no bounds and minimises. It is driven as follows:
 
 - It sees u = (genes - middle of the box) / unit, and the unit is 0.15 of the box's width. So its defaults, which assume a
   first standard deviation of 1, hold for any box.
 - Population-based algorithms (differential evolution, particle swarm, genetic algorithms, diffusion): generation 0 is `start`
-  and P - 1 uniform points. A point outside is moved to the box's nearest point, and that one is told; a particle loses the
+  and P - 1 uniform points. A point outside is moved to the box's nearest point, which `tell` gets; a particle loses the
   velocity with which it hit the wall.
-- Distribution-based algorithms (all others): the mean begins at `start`. Generation 0 is only `start`, and they are not told
-  of it: several take each told point for one that they sampled. Later generations have P. A point outside is scored
-  at the box's nearest point but told as it was sampled (told clipped points, CMA-ES's step size diverges), with a penalty of
-  the squared distance in box widths, times the range of all fitness so far.
-- Fitness is told as (first fitness - fitness) / range, where range is that of the first generation in which it is not 0. So a
-  search is the same whether fitness differs by 0.01 or by 100. What is not finite is told as one range (of all so far) more
-  than the worst yet.
-- Defaults that are for long searches are replaced. A fixed standard deviation shrinks geometrically to a tenth over the
-  generations. Estimators of a gradient step by Adam, at most about 0.5 units in the beginning, a tenth of it in the end
-  (evosax: 0.001). Diffusion evolution's schedule spans the generations. Gradientless descent's largest radius is 1 unit.
+- Distribution-based algorithms (all others): the mean begins at `start`. Generation 0 is only `start`, without a `tell`,
+  because several algorithms take every point of a `tell` for one that they sampled. Later generations have P points. A point
+  outside is scored at the box's nearest point, with a penalty of the squared distance in box widths, times the range of all
+  fitness so far. But `tell` gets it as it was sampled: with clipped points, CMA-ES's step size diverges.
+- `tell` gets (first fitness - fitness) / range, with the range of the first generation in which it is not 0. So a search is
+  the same whether fitness differs by 0.01 or by 100. A fitness that is not finite becomes one range (of all so far) more than
+  the worst so far.
+- Defaults for long searches are replaced. A fixed standard deviation shrinks geometrically to a tenth over the generations.
+  Estimators of a gradient step by Adam, at most about 0.5 units at first and a tenth of that at the end (evosax: 0.001).
+  Diffusion evolution's schedule spans the generations. Gradientless descent's largest radius is 1 unit.
 
 Letters: P population, N genes.
 """
