@@ -165,8 +165,8 @@ def slots_of(task: Task, positions: Sequence[int], slots: Sequence[int] | None =
     for slot, position in pairs:
         if (other := by_position.setdefault(position, slot)) != slot:
             raise UserError(
-                f"--slots {other} and {slot} of {task.num_items} are both at {position} %, and results go by position; give "
-                "slots that are further apart, or one of them"
+                f"--slots {other} and {slot} of {task.num_items} are both at {position} %, and results are indexed by "
+                "position; give slots that are further apart, or one of them"
             )
     return pairs
 

@@ -81,7 +81,7 @@ def parse_json(
     except RecursionError as error:
         raise UserError(f"{where}: {what} (nested more than {MOST_DEPTH} levels deep){hint}") from error
     except UnicodeEncodeError as error:
-        raise UserError(f"{where}: {what} (half of a surrogate pair, as in \\ud800, is no character){hint}") from error
+        raise UserError(f"{where}: {what} (half of a surrogate pair, as in \\ud800, is not a character){hint}") from error
     except ValueError as error:
         raise UserError(f"{where}: {what} ({_one_line(error)}){hint}") from error
     if kind is not None and not isinstance(value, kind):
@@ -128,7 +128,7 @@ def _finite(digits: str) -> float:
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number in JSON")
+    raise ValueError(f"{name} is not a number in JSON")
 
 
 _constants = {True: _no_constant, False: float}

@@ -76,10 +76,10 @@ def full_memory() -> int:
     """Print that the memory is full, and the way out; returns the exit code."""
     if jax.default_backend() != "gpu":
         return fail(
-            "the memory is full; give smaller numbers (--batch-size, --limit, --population-size), or end what else runs"
+            "the memory is full; give smaller numbers (--batch-size, --limit, --population-size), or end other programs"
         )
     return fail(
-        "the device's memory is full; end what else runs there (nvidia-smi lists it), or set "
+        "the device's memory is full; end other programs there (nvidia-smi lists them), or set "
         "XLA_PYTHON_CLIENT_PREALLOCATE=false to share it"
     )
 

@@ -20,7 +20,7 @@ def check(settings: EvaluateSettings) -> None:
     if settings.factors.only_factors and settings.factors.factors is None:
         raise UserError("--only-factors needs --factors")
     if settings.questions.lengths and settings.task.task != "needle":
-        raise UserError("--lengths goes with --task needle; other tasks have items to count (--num-pairs, --num-documents)")
+        raise UserError("--lengths is for --task needle; other tasks have items to count (--num-pairs, --num-documents)")
     checked_stop(settings.questions.stop)
     check_chat(**settings.prompt.flat())
 

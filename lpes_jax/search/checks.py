@@ -60,7 +60,7 @@ def check(settings: SearchSettings) -> None:
         if not 0 < gradient.prune <= 1:
             raise UserError(f"--prune {gradient.prune} must be from 0 (off) to 1: it is a share of --learning-rate")
         if settings.algorithm != "gradient" or gradient.box == "sigmoid" or space.curve not in ("free", "shared"):
-            raise UserError("--prune goes with --algorithm gradient, --box clip and --curve free or shared")
+            raise UserError("--prune needs --algorithm gradient, --box clip and --curve free or shared")
         if gradient.steps < 2:
             raise UserError(
                 f"--prune needs --steps of at least 2, half of which train the remaining factors; got {gradient.steps}"

@@ -202,7 +202,7 @@ def _divisors(gguf: GgufFile, config: LlamaConfig, rates: Float[np.ndarray, "hal
     own = [name for name in names if name in gguf.tensors]
     if not own and config.rope.rope_type != "default":
         raise UserError(
-            f"{gguf.path}: its RoPE is of type {config.rope.rope_type}, beside which llama.cpp takes no divisors of "
+            f"{gguf.path}: its RoPE is of type {config.rope.rope_type}, with which llama.cpp accepts no divisors of "
             "frequencies; give --to hf"
         )
     for name in own:
@@ -228,7 +228,7 @@ def _linear_scaling(
         named = own[0] if own else f"RoPE of type {config.rope.rope_type}"
         raise UserError(f"{gguf.path}: it has a scaling of its own ({named}), and no place for factors beside it; give --to hf")
     if not np.isfinite(rates[0]):
-        raise UserError(f"{where}: its frequencies stand still, which {_FACTOR} cannot say; give --to hf")
+        raise UserError(f"{where}: its factors stop the rotation, which {_FACTOR} cannot express; give --to hf")
     return {f"{architecture}.rope.scaling.type": "linear", f"{architecture}.{_FACTOR}": float(rates[0])}
 
 

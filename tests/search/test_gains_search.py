@@ -285,7 +285,7 @@ def test_the_genetic_algorithm_moves_factors_and_gains_over_one_x(tiny_config):
         ({"min_gain": 0.0, "learn": "both", "parameter": "log", "algorithm": "gradient"}, r"--min-gain 0.0 \(above 0\)"),
         ({"min_factor": 0.0}, "--min-factor must be above 0, got 0.0"),
         ({"prune": 1.5, "algorithm": "gradient"}, "--prune must be at most 1 .* got 1.5"),
-        ({"prune": 0.5}, "--prune goes with --algorithm gradient, --box clip and --curve free or shared"),
+        ({"prune": 0.5}, "--prune needs --algorithm gradient, --box clip and --curve free or shared"),
         ({"prune": 0.5, "algorithm": "gradient", "curve": "free", "steps": 1}, "--prune needs --steps of at least 2"),
         ({"parameter": "log"}, "--parameter log needs --algorithm gradient; --algorithm ga takes factor or multiplier"),
         ({"parameter": "log", "algorithm": "gradient", "box": "sigmoid"}, "--parameter log and --box sigmoid are two scales"),

@@ -289,7 +289,7 @@ REFUSED = {
         LayerFactors.uniform(2.0, 2),
         "a scaling of its own .qwen2.rope.scaling.factor",
     ),
-    "standing still": ({"architecture": "qwen2"}, LayerFactors.uniform(np.inf, 2), "stand still"),
+    "standing still": ({"architecture": "qwen2"}, LayerFactors.uniform(np.inf, 2), "stop the rotation"),
     "layers": ({}, LayerFactors(np.ones(3)), "3 layers of factors, but the model has 2"),
     "bands": ({}, gains(np.ones((2, 3))), "3 bands of gains do not divide"),
     "another model": ({"tensors": tensors_of("llama") | {"blk.0.attn_q.scale": np.ones(1, np.float32)}}, gains(), "q.scale"),
