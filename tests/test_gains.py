@@ -176,6 +176,7 @@ def test_torch_takes_files_with_standing_frequencies_and_refuses_other_gains(tmp
             lpes_torch.apply_layer_factors(reference, given)
 
 
+@pytest.mark.long
 def test_gradients_in_gains_are_those_of_finite_differences(tiny_model):
     with jax.enable_x64(True):
         graph, state = nnx.split(tiny_model)

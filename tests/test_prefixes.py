@@ -146,9 +146,11 @@ LONGROPE = RopeParameters(
 @pytest.mark.parametrize(
     "changes",
     [
-        {"rope": RopeParameters(1e4, "dynamic", 4.0, original_max_position_embeddings=48)},
-        pytest.param({"rope": LONGROPE, "sliding_window": 24, "sliding_layers": (1,)}, marks=pytest.mark.long),
-        {"sliding_window": 24, "sliding_layers": (0, 1, 2)},
+        pytest.param(
+            {"rope": RopeParameters(1e4, "dynamic", 4.0, original_max_position_embeddings=48)}, marks=pytest.mark.long
+        ),
+        {"rope": LONGROPE, "sliding_window": 24, "sliding_layers": (1,)},
+        pytest.param({"sliding_window": 24, "sliding_layers": (0, 1, 2)}, marks=pytest.mark.long),
     ],
     ids=["dynamic", "longrope, and a window in one layer", "windows"],
 )
@@ -183,6 +185,7 @@ def mean(logits: jax.Array) -> jax.Array:
     return logits.mean(axis=0)
 
 
+@pytest.mark.long
 def test_gradients_of_a_tree_are_those_of_its_rows(tiny_model):
     rows, table = rows_of(haystacks(3, length=40, count=2)), tiny_model.config.rope_table(64)
     trees = [make_group(rows, [0, 1, 2]), make_group(rows, [3, 4])]  # the second has padding of every kind
@@ -258,6 +261,7 @@ def test_a_method_of_several_tables_gets_passes_as_small_as_it_needs(tiny_model,
     assert max(passes) <= room  # planned so, not found out
 
 
+@pytest.mark.long
 def test_few_individuals_are_scored_by_few_programs(tiny_model, monkeypatch):
     prompts = [prompt for length in (20, 60, 150, 300) for prompt in haystacks(1, length=length, count=3)]
     monkeypatch.setattr(scoring, "tokens_of_a_compilation", lambda model: 6000)

@@ -69,7 +69,7 @@ def samples(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("batch_size", mostly_long([1, 4], 1))
 def test_mdqa_scores_are_those_of_the_outputs(tmp_path, model_folder, questions, batch_size):
     flags = ["--model", model_folder, "--task", "mdqa", "--data", questions, "--num-documents", 3, "--split", "all"]
     flags += ["--limit", 3, "--positions", 0, 100, "--max-new-tokens", 8, "--dtype", "float32"]

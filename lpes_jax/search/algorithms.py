@@ -167,6 +167,7 @@ class Gradient:
         self.gradient = settings.gradient
         self.first_pruned_step = self.gradient.steps // 2 if self.gradient.prune else 0
         self.parameters, self.project, self.values = box_parameters(self.gradient, space)
+        self._individual = jax.jit(space.individual)  # one program, not one per operation
 
     def run(self, model: Llama, tokenizer: Tokenizer, prompts: Sequence[Sequence[Prompt]], history: History) -> None:
         objective, folder = history.evaluator.objective, history.folder
@@ -225,7 +226,7 @@ class Gradient:
     def _record(self, measured: Look) -> dict[str, Any]:
         """A look as the history has it. Its fitness is null if it cannot be the result."""
         numbers = Numbers(*(np.asarray(value, np.float64) for value in self.values(measured.parameters)))
-        found = Individuals.of(*self.space.individual(Numbers(*(value.astype(np.float32) for value in numbers))))
+        found = Individuals.of(*self._individual(Numbers(*(value.astype(np.float32) for value in numbers))))
         is_pruned = not 0 < measured.step < self.first_pruned_step  # the first look has nothing to prune
         is_candidate = measured.allowed and math.isfinite(measured.loss) and is_pruned
         by_length = {"text_losses": measured.text_losses, "text_quarters": measured.text_quarters}

@@ -100,6 +100,13 @@ class PaperGA(PopulationBasedAlgorithm):
         super().__init__(settings.mutations + 2 * settings.crossovers, solution, metrics_fn=metrics_fn)
         self.on_lattice = tuple(step > 0 for _, _, step in lattice.axes)
 
+    def __eq__(self, other: object) -> bool:
+        """Equal ones share their compiled programs."""
+        return type(other) is PaperGA and (self.lattice, self.settings) == (other.lattice, other.settings)
+
+    def __hash__(self) -> int:
+        return hash((self.lattice, self.settings))
+
     @property
     def _default_params(self) -> Params:
         bounds = [

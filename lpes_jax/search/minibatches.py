@@ -22,7 +22,7 @@ Letters: N prompts, B groups, P prompts per group, R rows per prompt (its admitt
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +58,13 @@ class Examples:
         return min(num_groups, max(1, round(minibatch_size * num_groups / int(self.is_prompt.sum()))))
 
     def __getitem__(self, indices: Int[Array, "n"]) -> "Examples":
-        return Examples(jax.tree.map(lambda leaf: leaf[indices], self.batch), self.is_row[indices], self.weights[indices])
+        return _at(self, indices)
+
+
+@jax.jit
+def _at(arrays: Any, indices: Int[Array, "n"]) -> Any:
+    """The rows of all arrays, by one program."""
+    return jax.tree.map(lambda leaf: leaf[indices], arrays)
 
 
 class Share(NamedTuple):
@@ -206,7 +212,10 @@ def draws(
     ]
     while True:
         tasks = [examples[jnp.asarray(next(indices))] for examples, indices in zip(train.tasks, task_draws, strict=True)]
-        yield tasks, [Windows(text[jnp.asarray(next(indices))]) for text, indices in zip(train.texts, text_draws, strict=True)]
+        yield (
+            tasks,
+            [Windows(_at(text, jnp.asarray(next(indices)))) for text, indices in zip(train.texts, text_draws, strict=True)],
+        )
 
 
 def windows_per_step(lengths: Sequence[int], text_minibatch: int) -> list[int]:

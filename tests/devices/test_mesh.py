@@ -117,6 +117,7 @@ def test_a_method_that_looks_at_all_heads_scores_and_writes_the_same(scorers, mo
     assert new[0] == new[1] == new[2] != generate(tiny_model)
 
 
+@pytest.mark.long
 def test_the_likelihood_of_texts_is_that_of_one_device(models, prompts, tiny_model):
     text = jnp.array([prompts[2].ids[:30]] * 3, jnp.int32)
     wanted, *others = (token_nll(models[mesh], text, table_method(tiny_model.config.rope_table(30))) for mesh in MESHES)
@@ -169,6 +170,7 @@ def test_scores_are_those_of_pmap(scorers, tiny_model, unchecked_shapes):
         close(np.asarray(likelihood)[:, 0][:, score_of_row], wanted[:, rows])
 
 
+@pytest.mark.long
 def test_programs_compiled_side_by_side_give_the_same_scores_and_are_compiled_once(models, monkeypatch, unchecked_shapes):
     """As for a GPU."""
     prompts, factors, begun = prompts_of(9, 40, 33, 12, 70), population_of((2, 3)), []
@@ -192,9 +194,13 @@ def test_weights_that_are_stacked_on_the_devices_have_the_same_shards(model_fold
             assert one.sharding == other.sharding
 
 
-def test_packed_weights_score_the_same_on_any_mesh_or_are_refused(model_folder, models, prompts):
+@pytest.mark.long
+def test_packed_weights_score_the_same_on_any_mesh(model_folder, prompts):
     packed = [lj.load_model(str(model_folder), "float32", mesh, weight_format="int8") for mesh in (ONE, EIGHT)]
     same(*(Scorer(model, prompts)(population_of((5, 3))) for model in packed))
+
+
+def test_packed_weights_are_whole_blocks_or_refused(model_folder):
     whole_blocks = lj.load_model(str(model_folder), "float32", ONE, weight_format="int8").layers.query
     assert whole_blocks.codes[...].sharding.is_fully_replicated
     refused = "--model-axis 2: does not divide the 3 blocks of 32 packed weights in a row of 'down'; use --weight-format full"

@@ -33,6 +33,7 @@ import table05_latency as table05  # noqa: E402
 import table17_long as table17  # noqa: E402
 
 
+@pytest.mark.long
 def test_attention_is_shared_out_as_a_softmax_says(tiny_model: Llama):
     config, queries = tiny_model.config, 3
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 24))

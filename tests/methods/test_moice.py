@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from selection import mostly_long
 from straight_line import (
     LENGTH,
     PROMPTS,
@@ -57,7 +58,7 @@ def reference(router: Router, top_k: int, theta: float = 10_000.0):
     return attend
 
 
-@pytest.mark.parametrize("kv_heads, top_k", [(2, None), (4, 2)])
+@pytest.mark.parametrize("kv_heads, top_k", mostly_long([(2, None), (4, 2)], (4, 2), names=2))
 def test_equals_numpy_prompt_by_prompt(kv_heads, top_k):
     """Also: a batch of prompts is the prompts one by one, and the padding is not seen."""
     model = random_model(kv_heads)
@@ -83,7 +84,7 @@ def test_equal_bases_are_the_plain_model(kv_heads, top_k):
     np.testing.assert_allclose(logits_of(model, moice(router, top_k)(model.config, LENGTH)), logits_of(model), atol=1e-5)
 
 
-@pytest.mark.parametrize("kv_heads, top_k", [(2, None), (4, 2)])
+@pytest.mark.parametrize("kv_heads, top_k", mostly_long([(2, None), (4, 2)], (4, 2), names=2))
 def test_cache_equals_full_recompute(kv_heads, top_k):
     model = random_model(kv_heads)
     maker = moice(router_of(model), top_k)

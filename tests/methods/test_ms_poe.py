@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from selection import mostly_long
 from straight_line import (
     LENGTH,
     PROMPTS,
@@ -101,7 +102,7 @@ def test_ratios_of_1_and_no_layer_are_the_plain_model(kv_heads, settings):
     np.testing.assert_allclose(ours, logits_of(model), atol=1e-5)
 
 
-@pytest.mark.parametrize("mode, kv_heads", [("paper", 2), ("original", 4)])
+@pytest.mark.parametrize("mode, kv_heads", mostly_long([("paper", 2), ("original", 4)], ("paper", 2), names=2))
 def test_cache_equals_full_recompute(mode, kv_heads):
     model, maker = random_model(kv_heads), ms_poe(mode, first_layer=1)
     assert_decode_is_prefill(model, maker)

@@ -108,6 +108,7 @@ def test_scales_can_be_vmapped():
 
 
 @pytest.mark.promotes
+@pytest.mark.long
 def test_gradient_equals_finite_differences_in_float64():
     with jax.enable_x64(True):
         model = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), random_model(2))

@@ -5,6 +5,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from selection import mostly_long
 from straight_line import (
     LENGTH,
     PROMPTS,
@@ -65,7 +66,10 @@ def test_groups_of_1_and_near_keys_are_the_plain_model(group, window, same):
             assert np.abs(ours - plain)[0, same:40].max() > 1e-3
 
 
-@pytest.mark.parametrize("kv_heads, group, window, scaling", [(2, 4, 7, 1.3), (4, 3, 43, 1.0)])
+BOTH = [(2, 4, 7, 1.3), (4, 3, 43, 1.0)]
+
+
+@pytest.mark.parametrize("kv_heads, group, window, scaling", mostly_long(BOTH, BOTH[1], names=4))
 def test_cache_equals_full_recompute(kv_heads, group, window, scaling):
     """43: the far region begins while the first prompt's answer is written."""
     model, maker = random_model(kv_heads), scaled(self_extend(group, window), scaling)
@@ -84,7 +88,10 @@ def scaled(maker: Maker, scaling: float) -> Maker:
     return make
 
 
-@pytest.mark.parametrize("length, window", [(127, 5), (300, 40), (128, 1), (257, 256), (400, 200)])
+BLOCKS = [(127, 5), (300, 40), (128, 1), (257, 256), (400, 200)]
+
+
+@pytest.mark.parametrize("length, window", mostly_long(BLOCKS, (127, 5), (257, 256), names=2))
 def test_two_regions_in_blocks(length, window):
     keys = jax.random.split(jax.random.key(length), 5)
     parts = [jax.random.normal(key, (2, length, heads, 8)) for key, heads in zip(keys, (4, 2, 4, 2, 2), strict=True)]

@@ -21,6 +21,7 @@ import pytest
 from family_models import CASES, FAMILIES, ROPES, hf_config, weights_of, write_folder
 from flax import nnx
 from safetensors.numpy import load_file
+from selection import mostly_long
 
 import lpes_jax as lj
 from lpes_jax.generation import generate_ids
@@ -214,7 +215,10 @@ def test_transformers_reads_what_is_saved(tmp_path, family):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("family, rope", [("llama", "dynamic"), ("phi3-partial", "longrope"), ("mistral", "default")])
+BEYOND = [("llama", "dynamic"), ("phi3-partial", "longrope"), ("mistral", "default")]
+
+
+@pytest.mark.parametrize("family, rope", mostly_long(BEYOND, BEYOND[1], names=2))
 def test_cached_decoding_equals_full_recomputation_beyond_the_window(tmp_path, family, rope):
     """Ten tokens and twenty more, past a trained window of 16: one table for the call, on either path."""
     changes = {"max_position_embeddings": 16} if rope == "dynamic" else {}
@@ -281,6 +285,7 @@ def test_key_biases_of_qwen2_are_read(tmp_path):
         load_llama(open_checkpoint(write_folder(tmp_path / "d", unbiased, weights_of(config))), "float32")
 
 
+@pytest.mark.long
 def test_qwen3_normalises_before_it_rotates(tmp_path):
     model = load_llama(open_checkpoint(write_folder(tmp_path, hf_config("qwen3", "default"))), "float32")
     config, table = model.config, model.config.rope_table(12)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from selection import mostly_long
 
 import lpes_jax as lj
 from lpes_jax.generation import generate_ids
@@ -40,16 +41,17 @@ def without_cache(
 
 
 @pytest.mark.parametrize("factors", [None, lj.LayerFactors(np.array(FACTORS))], ids=["plain", "factors"])
-@pytest.mark.parametrize("lengths", [(31,), (32,), (33,), (5, 33, 17, 1)], ids=str)
+@pytest.mark.parametrize("lengths", mostly_long([(31,), (32,), (33,), (5, 33, 17, 1)], (33,), (5, 33, 17, 1)), ids=str)
 def test_cache_equals_full_recompute(tiny_model, lengths, factors):
     prompts = prompts_of(*lengths)
     values = None if factors is None else factors.factors
     assert generate_ids(tiny_model, prompts, factors=values, max_new_tokens=NEW) == without_cache(tiny_model, prompts, factors)
 
 
-@pytest.mark.parametrize(
-    "granularity, shape", [("layer_group", (3, 2)), ("layer_group_band", (3, 2, 4)), ("layer_band", (3, 4))]
-)
+FINER = [("layer_group", (3, 2)), ("layer_group_band", (3, 2, 4)), ("layer_band", (3, 4))]
+
+
+@pytest.mark.parametrize("granularity, shape", mostly_long(FINER, FINER[1], names=2))
 def test_cache_equals_full_recompute_with_finer_factors(tiny_model, granularity, shape):
     prompts = prompts_of(12, 30)
     factors = lj.LayerFactors(np.random.default_rng(0).uniform(1, 3, shape), granularity)

@@ -61,17 +61,15 @@ def log_likelihood(model: lj.Llama, tokens: jax.Array, table: RopeTable) -> jax.
     return chosen.sum()
 
 
+SHAPES = [
+    (1, 1, 2, 2, 128), (2, 7, 4, 2, 3), (3, 33, 6, 2, 8), (2, 65, 3, 1, 64), (5, 19, 4, 4, 128), (2, 129, 6, 3, 128),
+    (1, 147, 2, 1, 7),
+]  # fmt: skip
+WINDOWS = [(147, 7, 5), (147, 7, 33), (147, 7, 146), (65, 64, 1), (65, 64, 64), (20, 128, 2)]
+
+
 @pytest.mark.parametrize(
-    "batch, length, heads, kv_heads, block",
-    [
-        (1, 1, 2, 2, 128),
-        (2, 7, 4, 2, 3),
-        (3, 33, 6, 2, 8),
-        (2, 65, 3, 1, 64),
-        (5, 19, 4, 4, 128),
-        (2, 129, 6, 3, 128),
-        (1, 147, 2, 1, 7),
-    ],
+    "batch, length, heads, kv_heads, block", mostly_long(SHAPES, SHAPES[0], SHAPES[3], SHAPES[5], SHAPES[6], names=5)
 )
 def test_blocked_attention_equals_plain(batch, length, heads, kv_heads, block):
     q, k, v = qkv(batch, length, heads, kv_heads, 8)
@@ -81,9 +79,7 @@ def test_blocked_attention_equals_plain(batch, length, heads, kv_heads, block):
         np.testing.assert_allclose(jax.jit(causal_attention)(q, k, v), wanted, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "length, block, window", [(147, 7, 5), (147, 7, 33), (147, 7, 146), (65, 64, 1), (65, 64, 64), (20, 128, 2)]
-)
+@pytest.mark.parametrize("length, block, window", mostly_long(WINDOWS, WINDOWS[1], WINDOWS[3], WINDOWS[5], names=3))
 def test_windowed_attention_equals_plain(length, block, window):
     """A window of w is w keys, the query's own among them; spans, blocks and windows end in all combinations."""
     q, k, v = qkv(2, length, 4, 2, 8)
@@ -326,6 +322,7 @@ def test_factors_of_another_model_are_refused(tiny_model):
         lj.logits(tiny_model, tokens_of(1, 4), lj.LayerFactors.uniform(1.5, 4))
 
 
+@pytest.mark.long
 def test_rematerialised_layers_have_the_same_gradient(tiny_model):
     tokens = tokens_of(2, 24)
 
@@ -342,35 +339,30 @@ def test_rematerialised_layers_have_the_same_gradient(tiny_model):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * float(jnp.abs(one).max()))
 
 
-def test_gradient_in_the_factors_equals_finite_differences(tiny_model):
-    tokens = tokens_of(2, 24)
-    config = tiny_model.config
-    cases = {
-        "layer": np.array([1.1, 1.5, 1.9]),
-        "layer_group_band": np.linspace(1.0, 2.0, 3 * 2 * 4).reshape(3, 2, 4),
-    }
+@pytest.mark.parametrize("granularity", mostly_long(["layer", "layer_group_band"], "layer_group_band"))
+def test_gradient_in_the_factors_equals_finite_differences(tiny_model, granularity):
+    tokens, config = tokens_of(2, 24), tiny_model.config
+    factors = {"layer": np.array([1.1, 1.5, 1.9]), "layer_group_band": np.linspace(1.0, 2.0, 24).reshape(3, 2, 4)}[granularity]
     with jax.enable_x64(True):
         model = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), tiny_model)
         inv_freq = inverse_frequencies(config.rope, config.head_dim).astype(jnp.float64)
 
-        for granularity, factors in cases.items():
+        @jax.jit
+        def value(factors):
+            table = RopeTable(scale_layers(inv_freq, factors, granularity), jnp.ones((), jnp.float64))
+            return log_likelihood(model, tokens, table)
 
-            def value(factors, granularity=granularity):
-                table = RopeTable(scale_layers(inv_freq, factors, granularity), jnp.ones((), jnp.float64))
-                return log_likelihood(model, tokens, table)
-
-            value = jax.jit(value)
-            factors = jnp.asarray(factors, jnp.float64)
-            gradient = np.asarray(jax.jit(jax.grad(value))(factors))
-            assert gradient.dtype == np.float64
-            step, chosen = 1e-5, list(np.ndindex(factors.shape))[:: max(1, factors.size // 4)]
-            differences = []
-            for index in chosen:
-                moved = [float(value(factors.at[index].add(k * step))) for k in (-2, -1, 1, 2)]
-                differences.append((moved[0] - 8 * moved[1] + 8 * moved[2] - moved[3]) / (12 * step))
-            largest = np.abs(gradient).max()
-            assert largest > 0.1
-            np.testing.assert_allclose([gradient[index] for index in chosen], differences, rtol=1e-6, atol=1e-7 * largest)
+        factors = jnp.asarray(factors, jnp.float64)
+        gradient = np.asarray(jax.jit(jax.grad(value))(factors))
+        assert gradient.dtype == np.float64
+        step, chosen = 1e-5, list(np.ndindex(factors.shape))[:: max(1, factors.size // 4)]
+        differences = []
+        for index in chosen:
+            moved = [float(value(factors.at[index].add(k * step))) for k in (-2, -1, 1, 2)]
+            differences.append((moved[0] - 8 * moved[1] + 8 * moved[2] - moved[3]) / (12 * step))
+        largest = np.abs(gradient).max()
+        assert largest > 0.1
+        np.testing.assert_allclose([gradient[index] for index in chosen], differences, rtol=1e-6, atol=1e-7 * largest)
 
 
 def test_bfloat16_is_close_to_float32(tiny_model):

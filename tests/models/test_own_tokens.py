@@ -9,6 +9,7 @@ import pytest
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from selection import mostly_long
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from lpes_jax.errors import UserError
@@ -51,7 +52,7 @@ CLASSES = [
 MODEL_TYPES = ["llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3"]
 
 
-@pytest.mark.parametrize("pipeline", PIPELINES)
+@pytest.mark.parametrize("pipeline", mostly_long(PIPELINES, "llama 2", "llama 3", "qwen without NFC", "odd", "unigram"))
 def test_the_pipeline_of_tokenizer_json_runs_whatever_class_is_named(tmp_path, pipeline):
     names = {} if pipeline in ("odd", "unigram") else NAMES
     flags = {"add_bos_token": False, "add_prefix_space": True, "legacy": True, "do_lower_case": True}
@@ -303,7 +304,7 @@ def test_folder_and_gguf_agree_on_random_texts(both, text):
     assert from_gguf.encode(text) == from_folder.encode(text)
 
 
-@pytest.fixture(scope="module", params=["yi", "llama 2", "llama 3 with NFC", "tekken"])
+@pytest.fixture(scope="module", params=mostly_long(["yi", "llama 2", "llama 3 with NFC", "tekken"], "yi", "llama 3 with NFC"))
 def loaded_and_own(request, tmp_path_factory) -> tuple[Any, Tokenizer]:
     config = NAMES | {"tokenizer_class": "Qwen2Tokenizer"}
     folder = write_folder(tmp_path_factory.mktemp("own"), PIPELINES[request.param](), "qwen2", config)

@@ -91,17 +91,6 @@ def tokenizer(smollm2_path):
     return load_tokenizer(smollm2_path)
 
 
-def test_smollm_ids_are_those_of_the_original(tokenizer):
-    assert encode_text(tokenizer, "Hello, my name is") == [19556, 28, 957, 1462, 314]
-    assert encode_text(tokenizer, "The capital of France is") == [504, 3575, 282, 4649, 314]
-    assert encode_text(tokenizer, " 2024") == [216, 34, 32, 34, 36]  # digits one by one, the space by itself
-    assert encode_text(tokenizer, "<|im_start|>user\nhi<|im_end|>") == [1, 4093, 198, 6004, 2]
-    assert len(tokenizer) == 49152
-    names = tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token
-    assert names == ("<|im_start|>", "<|im_end|>", "<|im_end|>", "<|endoftext|>")
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (1, 2, 0)
-
-
 @pytest.mark.long
 def test_smollm_ids_are_those_of_a_plain_reimplementation(tokenizer, smollm2_path):
     metadata = GgufFile.open(smollm2_path).metadata
@@ -110,14 +99,6 @@ def test_smollm_ids_are_those_of_a_plain_reimplementation(tokenizer, smollm2_pat
         ids = encode_text(tokenizer, text)
         assert ids == reference_ids(text, *vocabulary, SMOLLM_SPLITS)
         assert tokenizer.decode(ids) == text
-
-
-def test_smollm_chat_template(tokenizer):
-    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    assert text == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    assert encode_text(tokenizer, text).count(1) == 3
-    assert tokenizer.decode(encode_text(tokenizer, text), skip_special_tokens=True).startswith("system\nBe brief.\nuser\n")
 
 
 def test_a_saved_tokenizer_folder_gives_the_same_ids(tmp_path):

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from selection import mostly_long
 
 import lpes_jax as lj
 from lpes_jax.cli import VERBS
@@ -104,7 +105,7 @@ def outputs(folder: Path) -> set[str]:
     return {json.loads(line)["output"] for line in (folder / "samples.jsonl").read_text().splitlines()}
 
 
-FIRST, OTHERS = slice(0, 2), slice(2, None)  # of the ways in which a verb runs a model
+FIRST, OTHERS = slice(0, 1), slice(1, None)  # of the ways in which a verb runs a model
 GENERATED = {"metrics": ("substring",), "max_new_tokens": 6}
 
 
@@ -400,6 +401,7 @@ DOORS: dict[str, Door] = {
     "verb lm_eval": Harness(),
 }
 FED = [(name, what) for name, door in DOORS.items() for what in ("nan", "ids", "ends", "text") if callable(getattr(door, what))]
+OF_VERBS = [(name, what) for name in ("run_evaluation", "run_search") for what in ("nan", "ends")]  # the verbs do the same
 
 
 def test_every_public_name_and_verb_is_here():
@@ -407,7 +409,7 @@ def test_every_public_name_and_verb_is_here():
     assert {name.removeprefix("verb ") for name in DOORS if name.startswith("verb ")} == {*VERBS, "lm_eval"}
 
 
-@pytest.mark.parametrize(("name", "what"), FED)
+@pytest.mark.parametrize(("name", "what"), mostly_long(FED, *(fed for fed in FED if fed not in OF_VERBS), names=2))
 def test_all_doors_refuse_or_do_the_same(name: str, what: str, folders: Folders, capfd):
     def said() -> str:
         captured = capfd.readouterr()

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from formula import Analytic, held_out_by_formula, scored_as
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
@@ -22,7 +23,7 @@ from lpes_jax.models.llama import LlamaConfig
 from lpes_jax.models.llama.checkpoint import open_checkpoint
 from lpes_jax.models.llama.tokenizer import stop_ids
 from lpes_jax.results import outcome_of
-from lpes_jax.search import run_search
+from lpes_jax.search import loop, run_search
 from lpes_jax.search.settings import search_space
 from lpes_jax.search.uniform import read_sweep
 from lpes_jax.settings.search import SearchSettings
@@ -358,7 +359,9 @@ def ran(tmp_path_factory, model_folder) -> SearchSettings:
         test_limit=2, positions=(0, 100), control_points=2, population_size=3, parents=2, mutations=2, crossovers=1,
         generations=1, uniform_candidates=2,
     )  # fmt: skip
-    run_search(settings)
+    with held_out_by_formula(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "make_scorer", scored_as(Analytic))
+        run_search(settings)
     return settings
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from formula import held_out_by_formula
 
 from lpes_jax.models.llama import load
 from lpes_jax.search.loop import search
@@ -46,7 +47,8 @@ def histories(folder: Path) -> dict[str, list[dict]]:
     loaded, found = load("tiny-retriever", "float32"), {}
     for name, changes in RUNS.items():
         settings = SearchSettings.of(**SMALL | changes, output_path=folder / name)
-        search(settings, loaded.model, loaded.tokenizer, [task_of(settings.task)], loaded.identity)
+        with held_out_by_formula():
+            search(settings, loaded.model, loaded.tokenizer, [task_of(settings.task)], loaded.identity)
         lines = (settings.run.output_path / "history.jsonl").read_text().splitlines()
         kept = (*EXACT, *CLOSE, "control_points")
         found[name] = [{key: line[key] for key in kept if key in line} for line in map(json.loads, lines)]

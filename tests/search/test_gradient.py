@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from descents import haystacks, looks_of
+from formula import Analytic, held_out_by_formula, scored_as
 from selection import mostly_long
-from test_loop import Analytic, scored_as
 
 from lpes_jax.errors import UserError
 from lpes_jax.factors import LayerFactors
@@ -63,7 +63,8 @@ def prompts_of(seed: int, count: int = 6) -> list[EncodedPrompt]:
 def run(settings: SearchSettings, model: Llama, tokenizer) -> tuple[list[dict], SearchResult]:
     check(settings)
     identity = {"name": "tiny", "num_layers": 3, "sha256": "0"}
-    result = search(settings, model, tokenizer, tasks_of(settings.task), identity)
+    with held_out_by_formula():
+        result = search(settings, model, tokenizer, tasks_of(settings.task), identity)
     lines = (settings.run.output_path / "history.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in lines], result
 
@@ -79,7 +80,6 @@ def run(settings: SearchSettings, model: Llama, tokenizer) -> tuple[list[dict], 
             ("free", {"granularity": "layer_group_band", "bands": 2}),
         ],
         ("bezier", {"control_points": 3, "move_x": True}),
-        ("free", {"granularity": "layer_group_band", "bands": 2}),
         names=2,
     ),
 )

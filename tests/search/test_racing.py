@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from formula import held_out_by_formula
 from selection import mostly_long
 
 from lpes_jax.errors import UserError
@@ -140,7 +141,8 @@ def run(guesser, tokenizer, monkeypatch):
 
     def run(settings: SearchSettings) -> tuple[list[dict], dict]:
         Landscape.asked = 0
-        result = search(settings, guesser, tokenizer, [task_of(settings.task)], IDENTITY)
+        with held_out_by_formula():
+            result = search(settings, guesser, tokenizer, [task_of(settings.task)], IDENTITY)
         lines = (settings.run.output_path / "history.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines], result.factors.search
 

@@ -5,6 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from formula import held_out_by_formula
 
 from lpes_jax.errors import UserError
 from lpes_jax.evaluation import evaluate
@@ -32,7 +33,8 @@ def run(tmp_path_factory, model_folder):
 
     def recorded(model, *arguments, **options):
         measured.append({str(leaf.dtype) for leaf in jax.tree.leaves(model)})
-        return evaluate(model, *arguments, **options)
+        with held_out_by_formula():
+            return evaluate(model, *arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "evaluate", recorded)

@@ -98,7 +98,7 @@ def test_every_algorithm(name):
     assert np.isfinite(np.concatenate(lost)).all()
 
 
-@pytest.mark.parametrize("name", WELL_KNOWN)
+@pytest.mark.parametrize("name", mostly_long(WELL_KNOWN, "cma_es", "snes", "differential_evolution", "pso"))
 def test_well_known_ones_are_better_than_random_search(name):
     """At most half as far, as a square, from the optimum; the median of three seeds."""
     reached, by_chance = (np.median([best(each, seed=seed) for seed in range(3)]) for each in (name, "random"))
@@ -123,7 +123,9 @@ def test_a_spent_budget_ends_the_search(name, budget):
     assert (np.concatenate(part) == np.concatenate(whole)[:budget]).all()
 
 
-@pytest.mark.parametrize("name", ["cma_es", "simulated_annealing", "diffusion_evolution", "guided_es"])
+@pytest.mark.parametrize(
+    "name", mostly_long(["cma_es", "simulated_annealing", "diffusion_evolution", "guided_es"], "cma_es", "simulated_annealing")
+)
 @pytest.mark.parametrize("scale", [2.0**-10, 2.0**10])
 def test_the_size_of_fitness_does_not_matter(name, scale):
     points = [np.concatenate(search(name, f, start=TARGET + 0.1)[0]) for f in (corner, lambda x: scale * corner(x))]

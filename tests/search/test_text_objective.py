@@ -61,7 +61,7 @@ def test_its_gradient_is_that_of_finite_differences_and_none_at_the_start(tiny_m
         assert float(slope) == pytest.approx((beside[0] - beside[1]) / (2 * step), rel=0.03, abs=1e-2)
 
 
-@pytest.mark.parametrize("lengths", mostly_long([(12,), (10, 33)], (10, 33)))
+@pytest.mark.parametrize("lengths", mostly_long([(12,), (10, 33)], (12,)))
 def test_a_descent_counts_the_divergence_and_reports_the_likelihood(tiny_model, lengths):
     own = tiny_model.config.rope_table(64)
     prompts = [Data([pack(prompts_of(seed), [0.2, 0.3, 0.5] * 2)]) for seed in (2, 3)]

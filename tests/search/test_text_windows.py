@@ -64,21 +64,27 @@ def test_a_step_has_about_as_many_tokens_of_each_length():
     assert [batch.tokens.shape for batch in windows] == [(4, 8), (2, 16)]
 
 
-def test_losses_of_lengths_count_alike_and_the_gate_is_by_quarter(tiny_model):
-    model, parameters = tiny_model, {"y": jnp.ones(3)}
+def with_texts_of_two_lengths(model):
+    """What `looks_of` takes: factors that divide positions, random prompts, and windows of 10 and of 33 tokens."""
     train, held_back = (Data([pack(prompts_of(seed), [0.2, 0.3, 0.5] * 2)]) for seed in (2, 3))
     rng = np.random.default_rng(0)
     texts = [jnp.asarray(rng.integers(1, 250, (4, length)), jnp.int32) for length in (10, 33)]
     own = model.config.rope_table(64)
 
-    def apply(model, parameters):  # factors divide positions
+    def apply(model, parameters):
         return model, RopeTable(own.inv_freq / parameters["y"][:, None, None], own.attention_scaling)
 
+    parameters = {"y": jnp.ones(3)}
+    return model, Data(train.tasks, texts), Data(held_back.tasks, texts), parameters, apply, lambda moved: moved
+
+
+def test_losses_of_lengths_count_alike_and_the_gate_is_by_quarter(tiny_model):
+    data = model, _, held_back, parameters, apply, _ = with_texts_of_two_lengths(tiny_model)
+
     def in_quarters(parameters) -> list[float]:
-        nll = np.asarray(token_nll(model, texts[1], table_method(apply(model, parameters)[1])))[:, 1:]
+        nll = np.asarray(token_nll(model, held_back.texts[1], table_method(apply(model, parameters)[1])))[:, 1:]
         return [float(nll[:, first : first + 8].mean()) for first in range(0, 32, 8)]
 
-    data = model, Data(train.tasks, texts), Data(held_back.tasks, texts), parameters, apply, lambda moved: moved
     settings = GradientSettings(minibatch_size=6, learning_rate=0.02, steps=6, look_every=1)
     text = TextSettings(text_minibatch=1, text_weight=0.5, max_text_loss_rise=0.0)
     looks, best = looks_of(data, settings, text)
@@ -92,12 +98,15 @@ def test_losses_of_lengths_count_alike_and_the_gate_is_by_quarter(tiny_model):
         rises = np.subtract(measured.text_quarters, looks[0].text_quarters)
         assert measured.allowed == bool((rises <= 0).all()) and np.allclose(rises, np.subtract(quarters, start), atol=1e-4)
     assert best.allowed
-    # As with one length, a bound that nothing reaches refuses nothing.
-    assert all(
-        measured.allowed for measured in looks_of(data, settings.replace(steps=1), text.replace(max_text_loss_rise=9.0))[0]
-    )
     like = initial_state(parameters, 1, 2)
     assert len(like.first_text_quarters) == len(like.best.text_quarters) == 4 and len(like.best.text_losses) == 2
+
+
+@pytest.mark.long
+def test_a_bound_that_no_text_loss_reaches_refuses_nothing(tiny_model):
+    settings = GradientSettings(minibatch_size=6, learning_rate=0.02, steps=1, look_every=1)
+    text = TextSettings(text_minibatch=1, text_weight=0.5, max_text_loss_rise=9.0)
+    assert all(measured.allowed for measured in looks_of(with_texts_of_two_lengths(tiny_model), settings, text)[0])
 
 
 def test_a_better_text_on_the_whole_is_refused_for_one_worse_quarter():

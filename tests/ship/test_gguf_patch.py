@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from selection import mostly_long
 from tiny_gguf import GROUPS, HEAD_DIM, HEADS, HIDDEN, Kind, block_scales, random_blocks, tensors_of, write_model
 
 from lpes_jax.api import logits
@@ -136,7 +137,7 @@ FAMILIES = {
 }
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=mostly_long(FAMILIES, "llama", "phi3"))
 def original(request, tmp_path_factory):
     """(architecture, file, loaded model)."""
     source = write_model(tmp_path_factory.mktemp("model") / "m.gguf", request.param)
