@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import outer_checks  # noqa: F401 before lpes_jax
 import pytest
+import selection
 from byte_tokenizer import byte_tokenizer
 from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
@@ -37,6 +38,7 @@ DEVICES = ROOT / "tests" / "devices"
 
 def pytest_configure(config: pytest.Config) -> None:
     among = [Path(argument.split("::")[0]).resolve().is_relative_to(DEVICES) for argument in config.args]
+    selection.FEW = "not long" in config.option.markexpr
     if any(among) and not all(among):
         raise pytest.UsageError("tests/devices needs a session of its own; tests/test_devices.py starts one")
 

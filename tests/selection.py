@@ -1,4 +1,4 @@
-"""Parameters of which `make test` runs a few and `make test-all` runs all."""
+"""Parameters and random examples of which `make test` takes a few and `make test-all` all."""
 
 from collections.abc import Iterable
 from typing import TypeVar
@@ -7,6 +7,12 @@ import pytest
 from _pytest.mark import ParameterSet
 
 Value = TypeVar("Value")
+FEW = False  # tests/conftest.py: whether long tests are left out
+
+
+def drawn(most: int) -> int:
+    """The number of Hypothesis' examples: `most`, or a third where long tests are left out."""
+    return most // 3 if FEW else most
 
 
 def mostly_long(values: Iterable[Value], *kept: Value, names: int = 1) -> list[Value | ParameterSet]:

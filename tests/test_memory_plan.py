@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from selection import mostly_long
 
 import lpes_jax as lj
 from lpes_jax import doctor
@@ -39,7 +40,7 @@ def compiled_bytes(config: LlamaConfig, rows: int, length: int, *, gradient: boo
     return memory.temp_size_in_bytes
 
 
-@pytest.mark.parametrize("layers", [2, 5])
+@pytest.mark.parametrize("layers", mostly_long([2, 5], 5))
 def test_the_plan_of_a_step_covers_its_compiled_memory_and_is_below_three_times_as_much(layers):
     config = replace(CONFIG, num_layers=layers)
     compiled = compiled_bytes(config, 2, 256, gradient=True)

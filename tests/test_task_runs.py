@@ -176,6 +176,7 @@ def test_search_on_needles(tmp_path, model_folder, fitness):
     assert list(results(folder)["methods"]) == ["baseline", "uniform", "pi", "lpes"]
 
 
+@pytest.mark.long
 def test_search_on_options_has_one_position(tmp_path, model_folder, choices):
     flags = ["--model", model_folder, "--task", "mmlu", "--data", choices, "--num-shots", 0, "--limit", 2, "--test-limit", 2]
     folder = run(search, *flags, *SMALL, "--output-path", tmp_path / "run")

@@ -124,7 +124,7 @@ def test_odd_lengths_are_padded_to_even_ones(length):
         return (attend(q, k, v) ** 2).sum()
 
     runs = (partial(with_even_length, even_alone), blocked_attention)
-    found, wanted = (jax.value_and_grad(partial(total, attend), (0, 1, 2))(q, k, v) for attend in runs)
+    found, wanted = (jax.jit(jax.value_and_grad(partial(total, attend), (0, 1, 2)))(q, k, v) for attend in runs)
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), found, wanted)
     assert set(lengths) == {length + length % 2}
 
@@ -155,7 +155,7 @@ def test_cached_attention_sees_the_window():
     positions = jnp.array([0, 6, 19])
     for window in (1, 4, 20, 50):
         full = exact_attention(q, k, v, window)[np.arange(3), np.asarray(positions)]
-        last = cached_attention(q[jnp.arange(3), positions][:, None], k, v, positions + 1, jnp.int32(window))
+        last = jax.jit(cached_attention)(q[jnp.arange(3), positions][:, None], k, v, positions + 1, jnp.int32(window))
         np.testing.assert_allclose(last[:, 0], full, atol=1e-5)
 
 
@@ -187,13 +187,13 @@ def test_grouped_queries_share_neighbouring_heads():
     """Heads 0 to 2 read key-value head 0, 3 to 5 the other; not 0, 2, 4 and 1, 3, 5."""
     q, k, v = qkv(1, 4, 6, 2, 8)
     v = v.at[:, :, 0].set(1.0).at[:, :, 1].set(2.0)
-    out = blocked_attention(q, k, v)
+    out = jax.jit(blocked_attention)(q, k, v)
     np.testing.assert_allclose(out[0, :, :, 0], np.tile([1, 1, 1, 2, 2, 2], (4, 1)), rtol=1e-6)
 
 
 def test_attention_of_bfloat16_sums_in_float32():
     q, k, v = qkv(2, 50, 4, 2, 16, jnp.bfloat16)
-    out = blocked_attention(q, k, v, 16)
+    out = jax.jit(blocked_attention, static_argnums=3)(q, k, v, 16)
     assert out.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(out, np.float64), exact_attention(q, k, v), atol=0.06)  # |v| is up to 8
 
@@ -203,7 +203,7 @@ def test_cached_attention_is_the_last_row_of_full_attention():
     for lengths in ([20, 20, 20], [1, 7, 20]):
         positions = jnp.array(lengths) - 1
         full = exact_attention(q, k, v)[np.arange(3), np.asarray(positions)]
-        last = cached_attention(q[jnp.arange(3), positions][:, None], k, v, positions + 1)
+        last = jax.jit(cached_attention)(q[jnp.arange(3), positions][:, None], k, v, positions + 1)
         np.testing.assert_allclose(last[:, 0], full, atol=1e-5)
 
 

@@ -9,7 +9,7 @@ import pytest
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from selection import mostly_long
+from selection import drawn, mostly_long
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from lpes_jax.errors import UserError
@@ -298,7 +298,7 @@ RANDOM = st.one_of(st.text(max_size=40), MIXED)
 
 
 @given(text=RANDOM)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=drawn(150), deadline=None)
 def test_folder_and_gguf_agree_on_random_texts(both, text):
     from_folder, from_gguf = both
     assert from_gguf.encode(text) == from_folder.encode(text)
@@ -312,7 +312,7 @@ def loaded_and_own(request, tmp_path_factory) -> tuple[Any, Tokenizer]:
 
 
 @given(text=RANDOM)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=drawn(100), deadline=None)
 def test_a_folder_agrees_with_its_file_on_random_texts(loaded_and_own, text):
     tokenizer, own = loaded_and_own
     assert tokenizer.encode(text) == own.encode(text).ids

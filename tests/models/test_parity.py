@@ -85,8 +85,12 @@ def golden() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def ours(smollm2_path, golden) -> Callable[[str], Run]:
-    model = lj.load_model(str(smollm2_path), "float32")
+def model(smollm2_path) -> lj.Llama:
+    return lj.load_model(str(smollm2_path), "float32")
+
+
+@pytest.fixture(scope="module")
+def ours(model, golden) -> Callable[[str], Run]:
     tokens = jnp.array([golden["prompt_ids"]], jnp.int32)
 
     @cache
@@ -126,7 +130,20 @@ def test_smollm2_equals_transformers(ours, reference, golden, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["factors", pytest.param("plain", marks=pytest.mark.long)])
+def test_smollm2_in_one_pass_equals_what_transformers_gave(model, golden):
+    """Over prompt and recorded continuation, with factors: each new token is the argmax after those before it."""
+    recorded, prompt = golden["factors"], golden["prompt_ids"]
+    ids = jnp.array([prompt + recorded["new_ids"][:-1]], jnp.int32)
+    logits = np.asarray(lj.logits(model, ids, lj.LayerFactors(np.array(FACTORS["factors"]))))[0]
+    assert recorded["factors"] == FACTORS["factors"]
+    assert_same_argmax(logits[: len(prompt)], np.array(recorded["argmax"]))
+    np.testing.assert_allclose(logits[np.ix_(POSITIONS, TOKENS)], recorded["logits"], rtol=0, atol=CLOSE)
+    assert logits[len(prompt) - 1 :].argmax(-1).tolist() == recorded["new_ids"]
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FACTORS)
 def test_smollm2_equals_what_transformers_gave(ours, golden, name):
     recorded, found = golden[name], ours(name)
     assert golden["positions"] == POSITIONS and golden["tokens"] == TOKENS and recorded["factors"] == FACTORS[name]

@@ -402,6 +402,7 @@ DOORS: dict[str, Door] = {
 }
 FED = [(name, what) for name, door in DOORS.items() for what in ("nan", "ids", "ends", "text") if callable(getattr(door, what))]
 OF_VERBS = [(name, what) for name in ("run_evaluation", "run_search") for what in ("nan", "ends")]  # the verbs do the same
+OF_VERBS += [("verb search", "ends"), ("verb compare", "ends")]  # their texts are those of `verb evaluate`
 
 
 def test_every_public_name_and_verb_is_here():

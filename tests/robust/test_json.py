@@ -12,6 +12,7 @@ from formula import Analytic, held_out_by_formula, scored_as
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
+from selection import drawn
 
 from lpes_jax import cli
 from lpes_jax.compare import PARTS
@@ -34,7 +35,7 @@ from lpes_jax.tasks import make_task
 from lpes_jax.tasks.multiple_choice import _chinese_names
 
 SOON = settings(
-    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=drawn(80), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 BAD = {
     "brackets": "[" * 100_000,

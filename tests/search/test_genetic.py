@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from selection import mostly_long
 
 from lpes_jax.errors import UserError
 from lpes_jax.search.genetic import (
@@ -350,7 +351,7 @@ def test_scan_python_loop_and_vmap_over_seeds_agree():
     assert float(metrics["best_fitness"]) == pytest.approx(float(best[1, -1])) and int(state.generation_counter) == 15
 
 
-@pytest.mark.parametrize(("mutations", "crossovers", "parents"), [(0, 3, 2), (5, 0, 1)])
+@pytest.mark.parametrize(("mutations", "crossovers", "parents"), mostly_long([(0, 3, 2), (5, 0, 1)], (0, 3, 2), names=3))
 def test_a_single_operator(mutations, crossovers, parents):
     ga, params = make(12, population_size=2, mutations=mutations, crossovers=crossovers, parents=parents)
     _, state = start(ga, params)

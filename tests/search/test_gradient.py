@@ -283,6 +283,7 @@ def test_a_gradient_that_is_not_finite_is_not_blamed_on_a_flag(pieces):
         looks_of((model, train, held_back, parameters, apply, project), GradientSettings(**SIZES, steps=2, look_every=2))
 
 
+@pytest.mark.long
 def test_search_by_gradient_with_bands_text_and_two_lengths(guesser, tokenizer, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 40, encoding="utf-8")

@@ -208,6 +208,7 @@ def test_the_same_seed_gives_the_same_history_and_another_does_not(small_run, tm
     assert (tmp_path / "other" / "history.jsonl").read_text() != history
 
 
+@pytest.mark.long
 def test_batch_size_and_chunk_change_no_individual_and_no_verdict(tmp_path, guesser, tokenizer):
     settings = preset("default", **SMALL | {"generations": 1}, output_path=tmp_path / "a")
     changed = settings.replace(batch_size=2, population_chunk=2, output_path=tmp_path / "b")

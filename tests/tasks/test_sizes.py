@@ -1,6 +1,7 @@
 """Tasks of a length in tokens, and with only the fact."""
 
 import pytest
+from selection import mostly_long
 from word_tokenizer import num_words, words
 
 from lpes_jax.errors import UserError
@@ -18,7 +19,7 @@ TASKS = [
 
 
 @pytest.mark.parametrize(("name", "settings"), TASKS)
-@pytest.mark.parametrize("tokens", [400, 2000])
+@pytest.mark.parametrize("tokens", mostly_long([400, 2000], 400))
 def test_as_many_items_as_a_length_holds(name, settings, tokens):
     task = with_length(make_task(name, **settings), tokens, words)
     setting = SETTINGS[type(task)]
