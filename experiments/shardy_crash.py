@@ -3,11 +3,12 @@
     python experiments/shardy_crash.py --output-path runs/shardy                   # on a machine with two GPUs
     python experiments/shardy_crash.py --platform cpu --output-path runs/shardy    # two virtual CPU devices
 
-The gradient of a search ended in a segmentation fault on two GPUs with Shardy, so it uses GSPMD there
-(`lpes_jax.search.gradient`). `descent` is that search on the bundled model, in bfloat16 and in float32. The other programs
-are steps towards it in JAX alone: the gradient of a loss under `jax.shard_map` over two devices, of products; through a
-scan with rematerialised layers; with XLA's attention; with cuDNN's attention, forward and backward. Every program runs in a
-process of its own, all side by side, because a crash ends the process.
+On two GPUs, Shardy ended the gradient of a search in a segmentation fault. The cause is an operand of `jax.shard_map` without
+elements: on a GPU, XLA replaces it by a constant before its Shardy pass, which then misses it. `an empty constant` is the
+smallest program: a scatter that sets a whole axis has indices without elements. The library updates a slice instead. The
+other programs have what the search has besides: products, a scan with rematerialised layers, XLA's and cuDNN's attention,
+forward and backward. `descent` is the search itself on the bundled model, in bfloat16 and in float32. Every program runs in
+a process of its own, because a crash ends the process.
 """
 
 import os
@@ -65,6 +66,19 @@ def layers(attend, remat=True):
 p = jnp.ones((L, D), jnp.float32)
 """
 PROGRAMS = {
+    "an empty constant": """
+print(split(lambda p, w, x: jax.lax.psum(p.at[0:L].set(x.sum().astype(p.dtype)), 'population'))(p, w, x)[0, 0])
+""",
+    "an empty argument": """
+total = lambda empty, w, x: jax.lax.psum(empty.sum() + x.sum(), 'population')
+print(split(total)(jnp.zeros(0), w, x))
+""",
+    "an update of a slice": """
+def f(p, w, x):
+    moved = jax.lax.dynamic_update_slice_in_dim(p, jnp.full_like(p, x.sum()), 0, axis=0)
+    return jax.lax.psum(moved, 'population')
+print(split(f)(p, w, x)[0, 0])
+""",
     "products": "print(split(summed(lambda p, w, x: ((x @ w[0]).astype(jnp.float32) ** 2).mean() * p.sum()))(p, w, x)[0])",
     "scan": "print(split(summed(layers(lambda q, k, v: q * k + v, remat=False)))(p, w, x)[0])",
     "scan, remat": "print(split(summed(layers(lambda q, k, v: q * k + v)))(p, w, x)[0])",
@@ -89,8 +103,8 @@ print(jax.jit(f, compiler_options=options)(p, w, x)[0])
 }
 DESCENT = """
 import sys
-import lpes_jax.search.gradient as gradient
-gradient._shardy_crashes = lambda: {gspmd}
+import jax
+jax.config.update("jax_use_shardy_partitioner", {shardy})
 from lpes_jax.search.__main__ import main
 sys.exit(main("--dtype {dtype} --model tiny-retriever --algorithm gradient --curve free --num-pairs 5 --key-length 8 "
               "--limit 8 --test-limit 2 --steps 2 --look-every 1 --uniform-candidates 1 --overwrite "
@@ -132,7 +146,7 @@ def ended(s: Settings, name: str, by: Partitioner) -> str:
     """How a program ended: "ok", or its exit status and the last line of its output."""
     label = f"{name}_{by}".replace(" ", "_").replace("'", "").replace(",", "")
     if name in DESCENTS:
-        program = DESCENT.format(dtype=DESCENTS[name], gspmd=by == "GSPMD", folder=s.output_path / label)
+        program = DESCENT.format(dtype=DESCENTS[name], shardy=by == "Shardy", folder=s.output_path / label)
     else:
         program = START.format(shardy=by == "Shardy") + PROGRAMS[name]
     variables = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_COMPILATION_CACHE_DIR": ""}

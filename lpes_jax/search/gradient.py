@@ -28,9 +28,8 @@ function. Each of several devices (the model's mesh) has a part of the minibatch
 Letters: B groups, P prompts per group, W windows of text, T tokens.
 """
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -229,41 +228,40 @@ def descend(
         by_weight=not goal.weighted,
         seed=seed,
     )
-    with _partitioner(mesh):
-        if resume is None:
-            first = look(0, math.nan, parameters, None)
-            texts = len(held_back.texts)
-            state = initial_state(parameters, train.num_tasks, texts, divergence=goal.divergence)._replace(
-                first_text_loss=first.text_loss, best=first, first_text_quarters=first.text_quarters
-            )
-            on_look(first, state)
-        else:
-            state = resume
-            for _ in range(state.step):
-                next(minibatches)
-        rates = optax.cosine_decay_schedule(settings.learning_rate, settings.steps)
-        losses: list[Array] = []
-        parameters, moments = state.parameters, state.optimizer
-        for number in range(state.step + 1, settings.steps + 1):
-            if settings.patience and state.looks_since_best >= settings.patience:
-                break
-            rate = rates(number - 1) if settings.schedule == "cosine" else settings.learning_rate
-            numbers = jnp.asarray(rate, jnp.float32), jnp.asarray(text.text_weight, jnp.float32)
-            rest = _placed((parameters, moments, *numbers), mesh)
-            parameters, moments, loss = _step(goal, mesh, model, *spread(next(minibatches), mesh), *rest)
-            losses.append(loss)
-            if number % settings.look_every and number != settings.steps:
-                continue
-            train_loss = float(np.mean([float(loss) for loss in losses]))
-            parameters, moments = jax.tree.map(jnp.asarray, to_host((parameters, moments)))
-            seen = look(number, train_loss, parameters, state)
-            if not (math.isfinite(seen.train_loss) and math.isfinite(seen.loss)):
-                raise LossNotFinite(_what_is_not_finite(number, parameters))
-            better = seen.allowed and seen.loss < state.best.loss
-            best, since_best = (seen, 0) if better else (state.best, state.looks_since_best + 1)
-            state = State(number, parameters, moments, state.first_text_loss, best, since_best, state.first_text_quarters)
-            on_look(seen, state)
-            losses = []
+    if resume is None:
+        first = look(0, math.nan, parameters, None)
+        texts = len(held_back.texts)
+        state = initial_state(parameters, train.num_tasks, texts, divergence=goal.divergence)._replace(
+            first_text_loss=first.text_loss, best=first, first_text_quarters=first.text_quarters
+        )
+        on_look(first, state)
+    else:
+        state = resume
+        for _ in range(state.step):
+            next(minibatches)
+    rates = optax.cosine_decay_schedule(settings.learning_rate, settings.steps)
+    losses: list[Array] = []
+    parameters, moments = state.parameters, state.optimizer
+    for number in range(state.step + 1, settings.steps + 1):
+        if settings.patience and state.looks_since_best >= settings.patience:
+            break
+        rate = rates(number - 1) if settings.schedule == "cosine" else settings.learning_rate
+        numbers = jnp.asarray(rate, jnp.float32), jnp.asarray(text.text_weight, jnp.float32)
+        rest = _placed((parameters, moments, *numbers), mesh)
+        parameters, moments, loss = _step(goal, mesh, model, *spread(next(minibatches), mesh), *rest)
+        losses.append(loss)
+        if number % settings.look_every and number != settings.steps:
+            continue
+        train_loss = float(np.mean([float(loss) for loss in losses]))
+        parameters, moments = jax.tree.map(jnp.asarray, to_host((parameters, moments)))
+        seen = look(number, train_loss, parameters, state)
+        if not (math.isfinite(seen.train_loss) and math.isfinite(seen.loss)):
+            raise LossNotFinite(_what_is_not_finite(number, parameters))
+        better = seen.allowed and seen.loss < state.best.loss
+        best, since_best = (seen, 0) if better else (state.best, state.looks_since_best + 1)
+        state = State(number, parameters, moments, state.first_text_loss, best, since_best, state.first_text_quarters)
+        on_look(seen, state)
+        losses = []
     return state.best
 
 
@@ -272,28 +270,6 @@ def _what_is_not_finite(step: int, parameters: Parameters) -> str:
     if all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(parameters)):
         return f"the loss is not finite after {step} steps; lower --learning-rate or narrow the bounds"
     return f"the gradient is not finite within the first {step} steps, though the loss was; try --dtype float32"
-
-
-@contextlib.contextmanager
-def _partitioner(mesh: Mesh) -> Iterator[None]:
-    """Use GSPMD inside this context if several GPUs share the work. XLA warns then that GSPMD will be removed."""
-    name = "jax_use_shardy_partitioner"
-    before = getattr(jax.config, name)
-    jax.config.update(name, before and (mesh.size == 1 or not _shardy_crashes()))
-    try:
-        yield
-    finally:
-        jax.config.update(name, before)
-
-
-def _shardy_crashes() -> bool:
-    """Whether XLA's pass for Shardy may crash on these programs.
-
-    It ended in a segmentation fault with jax 0.11.2 on two H200s, each with a whole model. On a machine with one H200 it did
-    compile the programs ahead of time for two. GSPMD compiles them there for two and four devices, and for a model axis of
-    two. Remove this function once the programs run with Shardy on several GPUs.
-    """
-    return jax.default_backend() == "gpu"
 
 
 @dataclass(frozen=True)

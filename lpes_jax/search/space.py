@@ -4,10 +4,10 @@
     factors = space.factors(space.x, space.y)            # [L] at granularity `layer`, [L, 8] with eight bands, ...
     factors, gains = space.individual(space.start)       # gains is None unless gains are learnt
 
-A space has C control points. Their x are layers, counted from the first that is scaled; their y are factors (or multipliers,
-which are 1 / factor and may be 0), their g gains: one for each point, or with a finer granularity one for each point and unit
-(frequency band, KV group) of a layer, each unit a curve of its own. y and g are curves over the same x. With `free` the points
-are the layers. With `shared` they are the dimensions of a head, and all layers have the same numbers (as LongRoPE has). Layers
+A space has C control points. Their x are layers, counted from the first scaled one. Their y are factors (or multipliers, which
+are 1 / factor and may be 0), and their g are gains. Each point has one y and one g, or with a finer granularity one per unit of
+a layer (frequency band, KV group); each unit then has its own curve. y and g are curves over the same x. With `free` the points
+are the layers. With `shared` they are the dimensions of a head, and all layers have the same numbers, as in LongRoPE. Layers
 that `--layers` leaves out have factor and gain 1.
 
 Letters: C control points, L layers, K key-value heads.
@@ -27,7 +27,7 @@ from lpes_jax.errors import UserError
 from lpes_jax.factors import LayerFactors
 from lpes_jax.rope import Granularity, RopeTable
 
-LEAST_GAP = 0.05  # between neighbouring x, in layers, where a gradient moves them
+LEAST_GAP = 0.05  # between neighbouring x, in layers, if a gradient moves them
 _ROUNDING = 1e-6  # of a number that was float32, or written with seven digits
 
 
@@ -121,7 +121,8 @@ class Space:
             units = y.reshape(len(y), -1)
             scaled = jax.vmap(evaluate_unit, in_axes=1, out_axes=1)(units).reshape(-1, *y.shape[1:])
         factors = jnp.ones((self.num_layers, *scaled.shape[1:]), y.dtype)
-        return factors.at[self.layers.start : self.layers.stop].set(scaled)
+        # No x.at[...].set: see `over_population`.
+        return jax.lax.dynamic_update_slice_in_dim(factors, scaled, self.layers.start, axis=0)
 
     def in_order(self, x: Float[Array, "C"]) -> Float[Array, "C"]:
         """x with its ends on the first and the last scaled layer and neighbours at least `LEAST_GAP` apart."""
