@@ -1,6 +1,7 @@
 """The verb search: `run_search`."""
 
 import json
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -35,6 +36,8 @@ from lpes_jax.store.run_folder import RunFolder
 from lpes_jax.tasks.chat import ChatTask
 from lpes_jax.tasks.flags import title_of
 
+_RACE_IS_DEPRECATED = "note: --race is deprecated and will be removed: it saves prompts, but where it was measured no time"
+
 
 def run_search(settings: SearchSettings, loaded: Loaded | None = None, measured: dict[Any, Any] | None = None) -> SearchResult:
     """Load the model, search, measure the found factors on held-out questions, and write the run's folder.
@@ -55,6 +58,8 @@ def run_search(settings: SearchSettings, loaded: Loaded | None = None, measured:
     """
     started = time.time()
     check(settings)
+    if settings.ga.race:
+        print(_RACE_IS_DEPRECATED, file=sys.stderr)
     check_deterministic(settings.devices.deterministic)
     if settings.devices.score_dtype is not None:
         check_eight_bits(settings.devices.score_dtype)

@@ -188,8 +188,8 @@ class GeneticSettings(Settings):
     """End after this many individuals were scored by the model.
     Regardless of --generations. Default for all but ga: as many as the GA with these settings makes."""
     race: bool = rare(False)
-    """Drop hopeless individuals after a part of the search questions.
-    See racing.py. Each individual counts as one evaluation."""
+    """Deprecated: drop hopeless individuals after a part of the questions.
+    It saves prompts, but saved no time where that was measured. See racing.py. Each individual counts as one evaluation."""
 
 
 @dataclass(frozen=True)

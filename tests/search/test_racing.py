@@ -14,6 +14,7 @@ from lpes_jax.search import loop, racing
 from lpes_jax.search.checks import check
 from lpes_jax.search.loop import search
 from lpes_jax.search.racing import Bar, StagedScorer, eighths, estimates, hopeless, race, units_of
+from lpes_jax.search.run import run_search
 from lpes_jax.search.scorers import make_scorer, make_staged_scorer
 from lpes_jax.settings.search import SearchSettings, preset
 from lpes_jax.tasks.flags import task_of
@@ -149,6 +150,14 @@ def run(guesser, tokenizer, monkeypatch):
     monkeypatch.setattr(loop, "make_scorer", lambda *_: Landscape(list(range(PROMPTS))))
     monkeypatch.setattr(loop, "make_staged_scorer", staged)
     return run
+
+
+def test_race_is_deprecated_in_one_line(capsys):
+    with pytest.raises(UserError, match="no model"):
+        run_search(preset("default", race=True, model="/no/model.gguf"))
+    assert capsys.readouterr().err.splitlines() == [
+        "note: --race is deprecated and will be removed: it saves prompts, but where it was measured no time"
+    ]
 
 
 @pytest.mark.promotes
