@@ -37,6 +37,7 @@ DEVICES = ROOT / "tests" / "devices"
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until the tests are imported
     among = [Path(argument.split("::")[0]).resolve().is_relative_to(DEVICES) for argument in config.args]
     selection.FEW = "not long" in config.option.markexpr
     if any(among) and not all(among):
@@ -60,6 +61,7 @@ def pytest_collection_finish() -> None:
     """Torch, transformers and the tests themselves stay: the collector need not look through them again and again."""
     gc.collect()
     gc.freeze()
+    gc.enable()
     gc.set_threshold(20_000, 20, 50)
 
 
