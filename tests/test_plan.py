@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from selection import drawn
 
 from lpes_jax.memory import PassMemory
 from lpes_jax.plan import Budget, Plan, group_rows, make_plan, smaller
@@ -37,7 +38,7 @@ def budget_of(tokens: int, memory: int = 10**9, **given) -> Budget:
     st.booleans(),
     st.sampled_from([None, 1, 3]),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=drawn(80), deadline=None)
 def test_every_row_has_one_score_and_fits_into_its_pass(rows, tokens, shards, tables, share, batch_size):
     budget = budget_of(tokens, batch_size=batch_size)
     trees = group_rows(rows, budget, COSTS, tables=tables, share=share)
@@ -58,7 +59,7 @@ def test_every_row_has_one_score_and_fits_into_its_pass(rows, tokens, shards, ta
 
 
 @given(rows_that_begin_alike(), st.integers(32, 700), st.integers(1, 3), st.integers(1, 2), st.sampled_from([0, 40, 4000]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=drawn(60), deadline=None)
 def test_the_cost_is_that_of_the_passes_and_of_their_shapes(rows, tokens, shards, tables, shape_cost):
     budget = budget_of(tokens)
     trees = group_rows(rows, budget, COSTS, shape_cost=shape_cost, tables=tables)
@@ -75,7 +76,7 @@ def test_the_cost_is_that_of_the_passes_and_of_their_shapes(rows, tokens, shards
 
 
 @given(rows_that_begin_alike(), st.integers(32, 3000), st.integers(1, 8), st.sampled_from([1, 3]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=drawn(60), deadline=None)
 def test_passes_that_run_out_of_memory_get_smaller_down_to_one_prompt(rows, tokens, individuals, shards):
     longest = max(len(ids) + len(answer) for ids, answer in rows)
     budget = budget_of(max(tokens, round_up(longest)), individuals=individuals)

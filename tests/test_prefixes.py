@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from selection import drawn
 
 from lpes_jax import generation, memory, scoring
 from lpes_jax.errors import UserError
@@ -44,7 +45,7 @@ def families(draw) -> list[Row]:
 
 
 @given(families())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=drawn(60), deadline=None)
 def test_what_an_answer_token_sees_is_its_row(rows):
     tree = make_group(rows, list(range(len(rows))))
     for row, answer_reads in zip(tree.rows, tree.read_index, strict=True):
@@ -97,7 +98,7 @@ def both_ways_cut(tiny_model):
 
 
 @given(families())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=drawn(40), deadline=None)
 def test_a_tree_of_rows_scores_like_separate_rows(both_ways, rows):
     (correct, log_likelihood), (alone_correct, alone_likelihood) = both_ways(rows)
     np.testing.assert_array_equal(correct, alone_correct)
@@ -356,7 +357,7 @@ def test_roots_are_cut_where_padding_them_costs_more():
 
 
 @given(families())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=drawn(40), deadline=None)
 def test_a_tree_with_its_root_cut_scores_like_separate_rows(both_ways_cut, rows):
     (correct, log_likelihood), (alone_correct, alone_likelihood) = both_ways_cut(
         [(BEFORE + ids, answer) for ids, answer in rows]

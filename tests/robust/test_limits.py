@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from selection import drawn
 
 from lpes_jax import cli, compare, evaluate
 from lpes_jax.compare import CompareSettings
@@ -234,7 +235,7 @@ def changed(flags: Any, data: st.DataObject) -> Any:
     return flags
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=drawn(150), deadline=None)
 @given(st.data())
 def test_random_numbers_pass_each_check_or_are_refused_in_one_line(data):
     drawn, checked = data.draw(

@@ -7,7 +7,7 @@ import pytest
 from byte_tokenizer import byte_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from selection import mostly_long
+from selection import drawn, mostly_long
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -124,7 +124,7 @@ CHATS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=drawn(150), deadline=None)
 @given(CHATS, st.booleans(), st.sampled_from([RICH, FLAT]), st.sampled_from([{}, {"enable_thinking": False}]))
 def test_the_templates_of_models_are_written_as_transformers_writes_them(messages, prompt, template, more):
     variables = {"add_generation_prompt": prompt, "bos_token": "<s>", "eos_token": "</s>"} | more
