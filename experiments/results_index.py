@@ -19,7 +19,10 @@ from lpes_jax.store.files import write_text
 RESULTS = Path(__file__).with_name("results")
 BEGIN, END = "<!-- index: python experiments/results_index.py -->\n", "<!-- end of the index -->\n"
 MOST = 6  # figures per line
-FLAGS = ("model", "preset", "algorithm", "task", "num_pairs", "num_documents", "limit", "test_limit", "seed")
+FLAGS = (
+    *("model", "preset", "algorithm", "task", "num_pairs", "num_documents", "limit", "test_limit"),
+    *("lengths", "minutes", "seed"),
+)
 
 
 def index() -> str:
@@ -50,7 +53,7 @@ def figures_of(record: Mapping[str, Any]) -> str:
         found = list(differences(record))
         if len(found) > MOST:
             return f"{len(found)} paired differences"
-    return "; ".join(f"{title} {text}" for title, _, text in found or speeds(record)) or "-"
+    return "; ".join(f"{title} {text}" for title, _, text in found or speeds(record)) or reliable_lengths(record) or "-"
 
 
 def accuracies(record: Any, title: str = "") -> Iterator[tuple[str, float, str]]:
@@ -91,6 +94,13 @@ def speeds(record: Mapping[str, Any]) -> Iterator[tuple[str, float, str]]:
             yield name.replace("_", " "), record[name], f"{record[name]:.4g}"
     for entry in record.get("scaling", ()):
         yield f"{entry['devices']} devices,", entry["prompts_a_second"], f"{entry['prompts_a_second']:.0f} prompts/s"
+
+
+def reliable_lengths(record: Mapping[str, Any]) -> str:
+    """The lengths of a profile up to which a task is reliable at every position."""
+    by_task = record.get("effective_length", {}).get("baseline", {}).get("by_task", {})
+    found = [f"{task} {ends['length']:,}" for task, ends in by_task.items() if ends["length"] is not None]
+    return f"reliable up to (tokens): {', '.join(found) or 'none'}" if by_task else ""
 
 
 def command_of(record: Mapping[str, Any]) -> str:

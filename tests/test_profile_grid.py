@@ -144,22 +144,41 @@ def test_a_length_that_holds_no_question_is_missing_and_breaks_nothing(grid):
 
 def test_the_first_sentence(grid):
     made = grid()
+    not_judged = " Not judged, with too few right answers even without a haystack: near_keys (20 %)."
     assert sentence(made, "M", 0) == (
-        "Whether M finds a fact at every position in prompts of 200 tokens was not decided (kv), with 95 % confidence."
+        "Whether M finds a fact at every position in prompts of 200 tokens is undecided (kv): too few questions for "
+        f"95 % confidence.{not_judged}"
     )
     fill(made, "kv", 200, 80, (1.0, 1.0, 1.0))
     fill(made, "kv", 300, 80, (1.0, 0.25, 1.0))
     assert sentence(made, "M", 0) == (
-        "M finds a fact at every position in prompts of up to 200 tokens (kv), with 95 % confidence. The first loss is "
-        "kv at 300 tokens, with the fact at 50 %: 25 % right, against 100 % without a haystack."
+        "M finds a fact at every position in prompts of up to 200 tokens (kv), with 95 % confidence. The first certain loss is "
+        f"kv at 300 tokens, with the fact at 50 %: 25 % right, against 100 % without a haystack.{not_judged}"
     )
     made.ceiling["near_keys"] = (1.0, 0.98, 1.0)
+    assert "confidence. At 200 tokens, near_keys had too few questions for a decision. The first" in sentence(made, "M", 0)
     fill(made, "near_keys", 200, 80, (0.0, 0.25, 1.0))
     assert sentence(made, "M", 0).startswith(
         "M finds a fact at every position in prompts of up to 200 tokens (kv); in near_keys not even in prompts of 200 tokens"
     )
     made.ceiling = {"kv": (0.1, 0.0, 0.2), "near_keys": (0.42, 0.3, 0.5)}
     assert "answers none of these tasks even without a haystack (at best 42 %)" in sentence(made, "M", 0)
+
+
+def test_a_loss_at_a_longer_length_says_nothing_about_an_undecided_shorter_one(grid):
+    made = grid(ceilings=(1.0, 1.0))
+    fill(made, "kv", 200, 16, (1.0, 0.9, 1.0))
+    fill(made, "kv", 300, 80, (1.0, 0.25, 1.0))
+    fill(made, "near_keys", 200, 80, (1.0, 1.0, 1.0))
+    said = sentence(made, "M", 0)
+    assert "not even" not in said and "At 200 tokens, kv had too few questions for a decision." in said
+    assert "The first certain loss is kv at 300 tokens" in said
+    assert "| kv, c0 | 100 | not decided | 300 |" in tables(made, record_of(made, None, {}, 0.0))
+    fill(made, "kv", 200, 80, (1.0, 0.25, 1.0))
+    assert "in kv not even in prompts of 200 tokens" in sentence(made, "M", 0)
+    assert "| kv, c0 | 100 | - | 200 |" in tables(made, record_of(made, None, {}, 0.0))
+    made.ceiling["kv"] = (0.2, 0.1, 0.3)
+    assert "| kv, c0 | 20 | not judged | - |" in tables(made, record_of(made, None, {}, 0.0))
 
 
 def test_changes_are_paired_by_unit_and_corrected_for_all_cells(grid):

@@ -8,7 +8,7 @@ from schemas import BY_NAME, SCHEMAS, faults, validator
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, ZOO = ROOT / "experiments" / "results", ROOT / "models" / "zoo"
-RECORDS = [path for name in ("factors.json", "results.json") for path in sorted(RESULTS.rglob(name))]
+RECORDS = [path for name in ("factors.json", "results.json", "profile.json") for path in sorted(RESULTS.rglob(name))]
 
 
 def test_each_schema_is_valid_and_described():

@@ -121,7 +121,7 @@ def changes(grid: Grid) -> list[dict[str, Any]]:
 
 
 def sentence(grid: Grid, model: str, candidate: int) -> str:
-    """The profile's conclusion in one sentence."""
+    """The profile's conclusion in a few sentences."""
     usable = [name for name in grid.plan.tasks if grid.usable(name)]
     if not usable:
         best = max(mean for mean, _, _ in grid.ceiling.values())
@@ -133,10 +133,11 @@ def sentence(grid: Grid, model: str, candidate: int) -> str:
     shortest = f"{min(grid.plan.lengths):,}"
     lengths = sorted({result.length for result in by_task.values() if result.length}, reverse=True)
     found = [
-        f"{length:,} tokens ({_named(by_task, lambda result, length=length: result.length == length)})" for length in lengths
+        f"{length:,} tokens ({_named(by_task, lambda name, length=length: by_task[name].length == length)})"
+        for length in lengths
     ]
-    lost = _named(by_task, lambda result: result.length is None and result.lost_at is not None)
-    unsure = _named(by_task, lambda result: result.length is None and result.lost_at is None)
+    lost = _named(by_task, lambda name: fails_at_once(grid, name, by_task[name]))
+    unsure = _named(by_task, lambda name: by_task[name].length is None and not fails_at_once(grid, name, by_task[name]))
     clauses = []
     if found:
         clauses.append(f"{model} finds a fact at every position in prompts of up to {', '.join(found)}")
@@ -144,26 +145,37 @@ def sentence(grid: Grid, model: str, candidate: int) -> str:
         clauses.append(f"in {lost} not even in prompts of {shortest} tokens")
     elif lost:
         clauses.append(f"{model} does not find a fact at every position, not even in prompts of {shortest} tokens ({lost})")
+    parts = [f"{'; '.join(clauses)}, with {100 * grid.plan.confidence:g} % confidence."] if clauses else []
     if unsure and clauses:
-        clauses.append(f"for {unsure} not even {shortest} tokens were decided")
+        parts.append(f"At {shortest} tokens, {unsure} had too few questions for a decision.")
     elif unsure:
-        clauses.append(
-            f"Whether {model} finds a fact at every position in prompts of {shortest} tokens was not decided ({unsure})"
+        parts.append(
+            f"Whether {model} finds a fact at every position in prompts of {shortest} tokens is undecided ({unsure}): "
+            f"too few questions for {100 * grid.plan.confidence:g} % confidence."
         )
-    return f"{'; '.join(clauses)}, with {100 * grid.plan.confidence:g} % confidence.{_first_loss(grid, by_task, candidate)}"
+    parts += _first_loss(grid, by_task, candidate)
+    if failed := [f"{name} ({100 * grid.ceiling[name][0]:.0f} %)" for name in grid.plan.tasks if name not in usable]:
+        parts.append(f"Not judged, with too few right answers even without a haystack: {', '.join(failed)}.")
+    return " ".join(parts)
 
 
-def _named(by_task: dict[str, Effective], chosen: Callable[[Effective], bool]) -> str:
-    return ", ".join(name for name, result in by_task.items() if chosen(result))
+def fails_at_once(grid: Grid, name: str, result: Effective) -> bool:
+    """Whether some position is below the threshold at the shortest length that holds a question of the task."""
+    lengths = [length for length in grid.plan.lengths if grid.columns[name, length].task is not None]
+    return result.lost_at is not None and result.lost_at == min(lengths)
 
 
-def _first_loss(grid: Grid, by_task: dict[str, Effective], candidate: int) -> str:
+def _named(by_task: dict[str, Effective], chosen: Callable[[str], bool]) -> str:
+    return ", ".join(filter(chosen, by_task))
+
+
+def _first_loss(grid: Grid, by_task: dict[str, Effective], candidate: int) -> list[str]:
     lost = {name: result.lost_at for name, result in by_task.items() if result.lost_at is not None}
     if not lost:
-        return ""
+        return []
     name = min(lost, key=lambda task: (lost[task], task))
     loss = losses(grid, grid.columns[name, lost[name]], candidate)
-    return (
-        f" The first loss is {name} at {lost[name]:,} tokens, with the fact at {loss['worst_position']} %: "
+    return [
+        f"The first certain loss is {name} at {lost[name]:,} tokens, with the fact at {loss['worst_position']} %: "
         f"{100 * loss['worst']:.0f} % right, against {100 * grid.ceiling[name][0]:.0f} % without a haystack."
-    )
+    ]

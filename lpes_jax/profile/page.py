@@ -11,7 +11,7 @@ import numpy as np
 from lpes_jax.choices import ProfileTask
 from lpes_jax.compilation import compilations
 from lpes_jax.evaluation import BASELINE
-from lpes_jax.profile.findings import RULER, changes, effective, losses, ruler_mean, sentence
+from lpes_jax.profile.findings import RULER, Effective, changes, effective, fails_at_once, losses, ruler_mean, sentence
 from lpes_jax.profile.grid import Column, Grid
 from lpes_jax.report.plots import heat_maps, loss_by_position
 from lpes_jax.report.tables import markdown_table
@@ -143,13 +143,16 @@ def _effective_lengths(grid: Grid, record: dict[str, Any]) -> list[str]:
         for task in grid.plan.tasks:
             result = found["by_task"].get(task)
             ends = [_length(result[key]) for key in ("length", "lost_at", "estimate")] if result else ["-"] * 3
-            if result and result["length"] is None and result["lost_at"] is None:
+            if result is None:
+                ends[0] = "not judged"
+            elif result["length"] is None and not fails_at_once(grid, task, Effective(**result)):
                 ends[0] = "not decided"
             lines.append([f"{task}{suffix}", _percent(grid.ceiling[task][0]), *ends, ""])
         lines.append([f"all{suffix}", "", _length(found["reliable_up_to"]), "", "", _length(found["ruler_mean"])])
     note = (
         "Reliable up to: the longest length, in tokens, up to which every position is above "
-        f"{100 * grid.plan.threshold:g} % of the model's score without a haystack. All bounds hold together with "
+        f"{100 * grid.plan.threshold:g} % of the model's score without a haystack; -: not even the shortest; not decided: too "
+        "few questions at the shortest; not judged: too few right answers without a haystack. All bounds hold together with "
         f"{100 * grid.plan.confidence:g} % confidence, for any number of questions. Lost at: the shortest length at which some "
         "position is below. By the means: the same without bounds. RULER's rule: the mean of all tasks and positions is at "
         f"least {100 * RULER:g} %."

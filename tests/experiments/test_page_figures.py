@@ -11,7 +11,11 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "experiments"))
 import page_figures  # noqa: E402
 import page_tables  # noqa: E402
+import profile_again  # noqa: E402
+import profile_tables  # noqa: E402
 import readme_path  # noqa: E402
+
+from lpes_jax.profile.findings import losses  # noqa: E402
 
 NAMES = {path.relative_to(ROOT).as_posix(): path for path in page_figures.pages()}
 UNITS = (
@@ -23,6 +27,7 @@ FIGURE = re.compile(rf"(?:(?<![\w.])\d[\d,.]*|\b(?:{WORDS}))\s?(?:{UNITS})(?![\w
 # Figures that are definitions: sizes and shares of the method, not results.
 DEFINITIONS = {
     "docs/explanation/transfer.md": {"95 %"},  # of an interval
+    "docs/explanation/what_three_models_read.md": {"95 %", "85.6 %"},  # of the bounds; RULER's threshold
     "docs/guides/resume.md": {"2 GiB"},  # the default bound of the cache
 }
 
@@ -81,6 +86,20 @@ def test_a_changed_record_changes_its_table(tmp_path: Path, monkeypatch: pytest.
     assert page_tables.scaling() != old and "| 4 | 333 | 2.00 | 0 |" in page_tables.scaling()
     page = f"Before.\n\n<!-- figures: scaling -->\n{old}\n<!-- end of figures -->\n\nAfter.\n"
     assert page_figures.renewed(page) == page.replace(old, page_tables.scaling())
+
+
+def test_words_of_recorded_profiles_are_those_of_the_verb():
+    for folder in profile_tables.MODELS:
+        path = profile_tables.RESULTS / folder / "profile.json"
+        old = json.loads(path.read_text(encoding="utf-8"))
+        record, text = profile_again.renewed(old)
+        assert (record, text) == (old, path.with_name("profile.md").read_text(encoding="utf-8"))
+        grid = profile_again.grid_of(old)
+        for column in old["columns"]:
+            if "baseline" in column:
+                measured = grid.columns[column["task"], column["length"]]
+                assert grid.status(measured, 0) == column["baseline"]["status"]
+                assert losses(grid, measured, 0) == column["baseline"]["losses"]
 
 
 def test_what_was_not_measured_has_no_row_and_no_column(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -55,3 +55,6 @@ def test_of_many_figures_the_ends_or_the_two_that_matter():
     pair = {"difference": -0.05, "standard_error": None, "p": 0.0001}
     assert results_index.figures_of({"figures": {"kv": pair}}) == "figures, kv -0.0500 (p <0.001)"
     assert results_index.figures_of({"note": 1}) == "-"
+    ends = {"kv": {"length": None}, "single_1": {"length": 4096}}
+    profile = {"effective_length": {"baseline": {"by_task": ends}}}
+    assert results_index.figures_of(profile) == "reliable up to (tokens): single_1 4,096"
