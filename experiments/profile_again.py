@@ -53,11 +53,13 @@ def renewed(record: dict[str, Any]) -> tuple[dict[str, Any], str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="with profile.json")
-    parser.add_argument("tasks", nargs="*", choices=get_args(ProfileTask), help="of the heat maps")
+    parser.add_argument("tasks", nargs="*", help="of the heat maps")
     arguments = parser.parse_args()
     path = arguments.folder / "profile.json"
     if not path.is_file():
         parser.error(f"{path}: no such file; give the folder of a profile")
+    if unknown := set(arguments.tasks) - set(get_args(ProfileTask)):
+        parser.error(f"{', '.join(unknown)}: no task of profile; give some of {', '.join(get_args(ProfileTask))}")
     record, text = renewed(json.loads(path.read_text(encoding="utf-8")))
     write_json(path, record)
     write_text(path.with_name("profile.md"), text)

@@ -11,6 +11,7 @@ from typing import Any
 from grid import markdown_table
 
 RESULTS = Path(__file__).with_name("results") / "profile"
+SHORT = {"SmolLM2-135M": "SmolLM2", "Qwen2.5-Coder-0.5B": "Qwen 0.5B", "Qwen2.5-Coder-1.5B": "Qwen 1.5B"}  # in long tables
 MODELS = {
     "smollm2": "SmolLM2-135M",
     "qwen2.5_coder_0.5b": "Qwen2.5-Coder-0.5B",
@@ -41,8 +42,8 @@ def profile_lengths() -> str:
     for task in next(iter(records.values()))["fact_alone"]:
         rows.append([f"`{task}`", *(_ends(record, task) for record in records.values())])
     rules = [record["effective_length"]["baseline"]["ruler_mean"] for record in records.values()]
-    rows.append(["RULER's rule, all tasks", *("none" if rule is None else f"{rule:,}" for rule in rules)])
-    return _table(["reliable up to / lost at", *records], rows)
+    rows.append(["RULER's rule", *("none" if rule is None else f"{rule:,}" for rule in rules)])
+    return _left(_table(["reliable up to / lost at", *records], rows))
 
 
 def profile_worst() -> str:
@@ -52,8 +53,8 @@ def profile_worst() -> str:
     for title, record in _records():
         for task in _by_task(record):
             cells = {column["length"]: _worst(column) for column in record["columns"] if column["task"] == task}
-            rows.append([f"{title}, `{task}`", *(cells.get(length, "-") for length in lengths)])
-    return _table(["% right at the worst position", *(f"{length:,}" for length in lengths)], rows)
+            rows.append([f"{SHORT[title]}, `{task}`", *(cells.get(length, "-") for length in lengths)])
+    return _table(["% right", *(f"{length:,}" for length in lengths)], rows)
 
 
 def profile_losses() -> str:
@@ -63,43 +64,43 @@ def profile_losses() -> str:
         for column in record["columns"]:
             if column["length"] == SPLIT_AT and "baseline" in column:
                 lost = column["baseline"]["losses"]
-                parts = (f"{100 * lost[name]:.0f}" for name in ("answer_format", "length", "position", "mean"))
+                parts = (f"{100 * lost[name]:.0f}" for name in ("answer_format", "length", "position"))
                 asked = f"{column['units'] * column['questions_of_a_unit']}"
-                rows.append([f"{title}, `{column['task']}`", *parts, asked])
-    head = [f"{SPLIT_AT:,} tokens", "answer format", "length", "position", "mean right, %", "questions per position"]
+                rows.append([f"{SHORT[title]}, `{column['task']}`", *parts, asked])
+    head = [f"{SPLIT_AT:,} tokens", "format", "length", "position", "asked"]
     return _table(head, rows)
 
 
 def profile_text() -> str:
     """The loss of plain text by position."""
-    rows = []
-    for title, record in _records():
+    columns = []
+    for _, record in _records():
         text = record["text_loss"]
         losses = [f"{text['nats_a_token']['baseline'][part]:.3f}" for part in PARTS]
-        rows.append([title, f"{text['windows']} of {text['window']:,}", *losses])
-    return _table(["nats per token", "windows", *(f"part {part + 1} of 8" for part in PARTS)], rows)
+        columns.append([f"{text['window']:,}", f"{text['windows']}", *losses])
+    return _by_model(["tokens of a window", "windows", *(f"part {part + 1}, nats per token" for part in PARTS)], columns)
 
 
 def profile_measured() -> str:
     """How the profiles were measured."""
-    rows = []
-    for title, record in _records():
-        columns = [column for column in record["columns"] if "baseline" in column]
-        cells = sum(column["units"] * column["questions_of_a_unit"] for column in columns) * len(record["config"]["positions"])
-        rows.append(
+    columns = []
+    for _, record in _records():
+        measured = [column for column in record["columns"] if "baseline" in column]
+        asked = sum(column["units"] * column["questions_of_a_unit"] for column in measured)
+        columns.append(
             [
-                title,
                 f"{record['devices']['count']} x {record['devices']['kind']}",
-                f"{record['config']['model_identity']['dtype']}, jax {record['versions']['jax']}",
+                f"{record['config']['model_identity']['dtype']}",
+                f"{record['versions']['jax']}",
                 record["date"][:10],
                 f"{record['config']['minutes']:g}",
                 f"{record['total_evaluation_time_seconds']:.0f}",
                 f"{record['compilations']['seconds']:.0f}",
-                f"{cells:,}",
+                f"{asked * len(record['config']['positions']):,}",
             ]
         )
-    head = ["", "card", "numbers, version", "date", "`--minutes`", "seconds", "of these compiling", "prompts"]
-    return _table(head, rows)
+    rows = ["card", "dtype", "jax", "date", "minutes allowed", "seconds taken", "of these compiling", "prompts"]
+    return _by_model(rows, columns)
 
 
 def _records() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -114,10 +115,10 @@ def _by_task(record: dict[str, Any]) -> dict[str, dict[str, int | None]]:
 def _ends(record: dict[str, Any], task: str) -> str:
     """The ends of a task: the longest reliable length, and the shortest at which facts are lost."""
     if (found := _by_task(record).get(task)) is None:
-        return f"not judged: {100 * record['fact_alone'][task]['mean']:.0f} % right without a haystack"
+        return "not judged"
     reliable, lost = found["length"], found["lost_at"]
     shortest = min(record["config"]["lengths"])
-    none = "none" if lost == shortest else f"undecided at {shortest:,}"
+    none = "none" if lost == shortest else "undecided"
     return f"{none if reliable is None else f'{reliable:,}'} / {'-' if lost is None else f'{lost:,}'}"
 
 
@@ -126,11 +127,21 @@ def _worst(column: dict[str, Any]) -> str:
         return "-"
     lost, unsure = column["baseline"]["losses"], column["baseline"]["status"] == "undecided"
     is_one = column["baseline"]["accuracy"].count(lost["worst"]) == 1
-    return f"{100 * lost['worst']:.0f}{'?' * unsure}" + f" ({lost['worst_position']} %)" * is_one
+    return f"{100 * lost['worst']:.0f}{'?' * unsure}" + f" ({lost['worst_position']})" * is_one
 
 
 def _and(parts: list[str]) -> str:
     return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
+
+
+def _by_model(names: list[str], columns: list[list[str]]) -> str:
+    """A table with one column per model."""
+    return _left(_table(["", *MODELS.values()], [[name, *cells] for name, *cells in zip(names, *columns, strict=True)]))
+
+
+def _left(table: str) -> str:
+    """The table with cells at the left, which may wrap, so that phones show all of it."""
+    return table.replace("---:", ":---")
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
