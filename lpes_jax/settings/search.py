@@ -82,6 +82,11 @@ APPENDIX_C: dict[str, Any] = {
     "look_every": 75,
     "validation_share": 0.05,
 }
+# What a preset sets besides, with --algorithm gradient.
+WITH_GRADIENT: dict[str, dict[str, Any]] = {
+    "paper": APPENDIX_C,
+    "quick": {"steps": 20, "minibatch_size": 6, "look_every": 5},
+}
 
 
 @dataclass(frozen=True)
@@ -325,7 +330,7 @@ def preset_values(name: str, algorithm: str, *, mixture: bool = False) -> dict[s
     """
     if name not in PRESETS:
         raise UserError(f"--preset {name!r} is not known; the presets are: {', '.join(PRESETS)}")
-    values = PRESETS[name] | (APPENDIX_C if (name, algorithm) == ("paper", "gradient") else {})
+    values = PRESETS[name] | (WITH_GRADIENT.get(name, {}) if algorithm == "gradient" else {})
     task_flags = TaskSettings().flat()
     return {key: value for key, value in values.items() if not (mixture and key in task_flags)}
 

@@ -398,6 +398,13 @@ def test_text_windows_of_a_file_and_of_the_model(guesser, tokenizer, tmp_path):
     assert 0.5 < inside.mean() and len(np.unique(written[:, 1:][inside])) > 8
 
 
+def test_quick_preset_of_the_gradient_has_few_steps():
+    quick, ga = preset("quick", algorithm="gradient"), preset("quick")
+    assert (quick.gradient.steps, quick.gradient.minibatch_size, quick.gradient.look_every) == (20, 6, 5)
+    assert quick.task == ga.task and quick.questions == ga.questions and quick.space == ga.space
+    assert preset("quick", algorithm="gradient", steps=7).gradient.steps == 7
+
+
 def test_paper_preset_of_the_gradient_is_appendix_c():
     settings = preset("paper", algorithm="gradient")
     gradient, objective = settings.gradient, settings.objective
