@@ -4,7 +4,7 @@
     python experiments/shardy_crash.py --platform cpu --output-path runs/shardy    # two virtual CPU devices
 
 On two GPUs, Shardy ended the gradient of a search in a segmentation fault. The cause is an operand of `jax.shard_map` without
-elements: on a GPU, XLA replaces it by a constant before its Shardy pass, which then misses it. `an empty constant` is the
+elements: on a GPU, XLA replaces it by a constant before its Shardy pass, which crashes. `an empty constant` is the
 smallest program: a scatter that sets a whole axis has indices without elements. The library updates a slice instead. The
 other programs have what the search has besides: products, a scan with rematerialised layers, XLA's and cuDNN's attention,
 forward and backward. `descent` is the search itself on the bundled model, in bfloat16 and in float32. Every program runs in
