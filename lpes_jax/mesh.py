@@ -59,8 +59,7 @@ def over_population(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out
     """Map `function` over the shards of the population axis (see above). For use inside `jax.jit`.
 
     All operands, and the constants in `function`, must have elements: on GPUs, XLA's Shardy pass ends in a segmentation fault
-    otherwise (jax 0.11.2, `experiments/shardy_crash.py`). `x.at[0:n].set(y)` of a whole axis
-    has such a constant, its indices.
+    otherwise (jax 0.11.2, `experiments/shardy_crash.py`). `x.at[0:n].set(y)` of a whole axis has such a constant, its indices.
     """
     manual = {"population"} if mesh.shape["model"] > 1 else set(mesh.axis_names)
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=manual, check_vma=False)
