@@ -46,6 +46,7 @@ _SET_ASIDE = re.compile(
 _HARMLESS = ("", "0", "false", "no", "off", "n", "f", "allow", "standard")  # values that equal the defaults
 
 _WAIT = 10  # seconds between two lines of `waiting`
+_STARTED = time.time()
 
 _owned = _ending = False
 _busy = threading.RLock()  # the end of the process waits for this lock, and keeps it
@@ -57,6 +58,11 @@ _cleanups: list[Callable[[], object]] = []
 def is_ours() -> bool:
     """Whether this process is a command of ours, whose streams, environment and signals were taken over."""
     return _owned
+
+
+def started() -> float:
+    """When this command was started, before its imports; in a program that imports lpes_jax, now. In seconds, as `time.time`."""
+    return _STARTED if _owned else time.time()
 
 
 def take_over() -> None:

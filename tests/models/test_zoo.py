@@ -77,7 +77,8 @@ def test_every_folder_is_a_model_with_a_card_and_a_line_in_the_table():
 
 def test_the_zoo_has_the_models_of_the_paper():
     vicunas = ["vicuna-13b-v1.5", "vicuna-13b-v1.5-16k", "vicuna-7b-v1.5"]
-    assert OF_THE_HUB == ["llama-2-7b-chat", "qwen2.5-7b", "qwen2.5-coder-0.5b-instruct", "stablebeluga-7b", *vicunas]
+    qwens = ["qwen2.5-7b", "qwen2.5-coder-0.5b-instruct", "qwen2.5-coder-1.5b-instruct"]
+    assert OF_THE_HUB == ["llama-2-7b-chat", *qwens, "stablebeluga-7b", *vicunas]
     with pytest.raises(UserError) as error:
         zoo.resolve("no-such-model")
     assert ", ".join(zoo.names()) in str(error.value)
@@ -159,6 +160,7 @@ def test_our_factors_are_those_of_the_cards():
         ("smollm2-135m-instruct", "both-mixture", "smollm2_kl", "both_seed0"),
         ("qwen2.5-coder-0.5b-instruct", "gains-mixture", "qwen05_kl", "gains_seed0"),
         ("qwen2.5-coder-0.5b-instruct", "both-mixture", "qwen05_kl", "both_seed0"),
+        ("qwen2.5-coder-1.5b-instruct", "both-mixture", "qwen15_kl", "both_seed0"),
     ],
 )
 def test_gains_of_the_zoo_are_those_that_were_measured(name, file, folder, cell):

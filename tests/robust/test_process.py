@@ -198,3 +198,11 @@ def test_who_waits_for_others_says_so(monkeypatch, capsys):
     before = threading.active_count()
     time.sleep(0.1)
     assert capsys.readouterr().err.count("\n") <= 1 and threading.active_count() <= before  # and stops
+
+
+def test_the_time_of_a_command_counts_from_its_start():
+    program = "import sys, time; from lpes_jax import process; process.take_over(); time.sleep(0.3); print(process.started())"
+    before = time.time()
+    told = float(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout)
+    assert before <= told <= time.time() - 0.3
+    assert before < process.started()  # in a program that imports lpes_jax: now
