@@ -40,9 +40,10 @@ GAS = ("ga_accuracy", "ga_likelihood")
 
 def run(spec: Spec, s: Any) -> dict[str, Any]:
     """Run the unfinished searches of the part; returns the contents of summary.json. A part ends the program."""
-    if unknown := [box for box in s.boxes if box not in spec.own["boxes"]]:
-        raise UserError(f"--boxes {unknown[0]}: the boxes are {', '.join(spec.own['boxes'])}")
-    groups = list(product(spec.own["curves"], s.boxes, s.seeds)) if s.grid else []
+    for flag, chosen, known in (("boxes", s.boxes, spec.own["boxes"]), ("curves", s.curves, spec.options["curves"]["default"])):
+        if unknown := [name for name in chosen if name not in known]:
+            raise UserError(f"--{flag} {unknown[0]}: the {flag} are {', '.join(known)}")
+    groups = list(product(s.curves, s.boxes, s.seeds)) if s.grid else []
     for number, group in enumerate(groups):
         if in_part(number, s.part):
             run_group(spec, s, *group)
@@ -132,7 +133,7 @@ def steps_for_seconds(record: dict[str, Any], budget: float) -> int:
 def grid_summary(spec: Spec, s: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Figures, sizes and paired tests of each curve, box and optimiser, and of the controls; also returns all records."""
     summary, controls, everything = {}, {}, []
-    for curve, box in product(spec.own["curves"], s.boxes):
+    for curve, box in product(s.curves, s.boxes):
         described = spec.own["boxes"][box]
         groups = [run_group(spec, s, curve, box, seed) for seed in s.seeds]
         controls |= {

@@ -3,7 +3,7 @@
     python experiments/page_figures.py              print each page that differs from its records
     python experiments/page_figures.py --write      renew the tables
 
-A page names a table of `page_tables.py`, `profile_tables.py` or `serving_tables.py`:
+A page names a table of `page_tables.py`, `profile_tables.py`, `rival_tables.py` or `serving_tables.py`:
 
     <!-- figures: table01 -->
     ...
@@ -19,11 +19,12 @@ from pathlib import Path
 
 import page_tables
 import profile_tables
+import rival_tables
 import serving_tables
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"<!-- figures: (?P<name>[\w ]+) -->\n(?P<table>.*?)<!-- end of figures -->\n", re.S)
-TABLES = page_tables.TABLES | profile_tables.TABLES | serving_tables.TABLES
+TABLES = page_tables.TABLES | profile_tables.TABLES | rival_tables.TABLES | serving_tables.TABLES
 
 
 def pages() -> list[Path]:

@@ -140,6 +140,18 @@ def changes_qwen() -> str:
     return _changes("gains/qwen05_kl", {name: name for name in ("factors", "gains", "both")}, titles)
 
 
+def changes_qwen_15() -> str:
+    """Changes of Qwen2.5-Coder-1.5B, one seed of both."""
+    titles = {
+        "kv, 100 pairs": "100 key-value pairs (searched)",
+        "kv, 200 pairs": "200 key-value pairs",
+        "needle, 160 sentences": "needle in 160 sentences",
+        "mdqa, mdqa10_rows_2155_2454": "10 retrieved documents",
+        "mdqa, gold document alone": "only the gold document",
+    }
+    return _changes("gains/qwen15_kl", {"both": "both"}, titles)
+
+
 def text_smollm2() -> str:
     """The change of plain text's loss, in nats per token."""
     found, methods = summary("gains/smollm2_kl"), ("factors", "gains", "both")
@@ -286,6 +298,10 @@ def _variants(folder: str, names: dict[str, str] | None = None) -> str:
 
 def table06() -> str:
     return _variants("table06_curve_types/tiny_retriever")
+
+
+def table06_smollm2() -> str:
+    return _variants("table06_curve_types/smollm2_kv")
 
 
 def table15() -> str:
@@ -530,7 +546,13 @@ def scaling() -> str:
 def shared_prefixes() -> str:
     """Prompts per second with and without shared prefixes."""
     rows = []
-    for title, name in {"Qwen2.5-Coder-0.5B": "qwen", "SmolLM2-135M": "smollm2"}.items():
+    names = {
+        "50 pairs, Qwen2.5-Coder-0.5B": "qwen",
+        "50 pairs, SmolLM2-135M": "smollm2",
+        "`multikey_2`, Qwen2.5-Coder-0.5B": "qwen_multikey_2",
+        "`multikey_2`, SmolLM2-135M": "smollm2_multikey_2",
+    }
+    for title, name in names.items():
         found = record(f"bench_prefixes/{name}_h200.json")
         rates = [found[part]["prompts_per_second"] for part in ("plain", "shared")]
         saved = f"{100 * found['shared']['tokens_saved']:.1f} %"
@@ -538,7 +560,7 @@ def shared_prefixes() -> str:
             [title, f"{found['tokens_a_prompt']:,.0f}", *(f"{rate:,.0f}" for rate in rates), f"{found['ratio']:.1f}", saved]
         )
     return table(
-        ["50 pairs, one H200", "tokens per prompt", "prompts/s, not shared", "prompts/s, shared", "ratio", "tokens saved"], rows
+        ["one H200", "tokens per prompt", "prompts/s, not shared", "prompts/s, shared", "ratio", "tokens saved"], rows
     )
 
 
@@ -594,9 +616,9 @@ def eight_bits() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
-        *(results, changes_smollm2, changes_qwen, text_smollm2, controls, transfer),
-        *(table01, table01_by_position, table02, table03, table04, table05, table06, table07, table08, table10),
-        *(table11, table11_appendix, table15, table16, table17, figure05, slips, uniform_sweep),
+        *(results, changes_smollm2, changes_qwen, changes_qwen_15, text_smollm2, controls, transfer),
+        *(table01, table01_by_position, table02, table03, table04, table05, table06, table06_smollm2, table07, table08),
+        *(table10, table11, table11_appendix, table15, table16, table17, figure05, slips, uniform_sweep),
         *(bundled, presets, demo, sizes, scaling, shared_prefixes, memory_plan, memory_measured, eight_bits),
     )
 }

@@ -28,6 +28,10 @@ TINY: dict[str, Any] = {"model": "tiny-retriever", "preset": "quick", "limit": 5
 QWEN = "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
 COMMITTED: dict[str, tuple[str, dict[str, Any]]] = {  # folder: its spec, and the flags that its summary.json does not have
     "table06_curve_types/tiny_retriever": ("table06_curve_types", TINY),
+    "table06_curve_types/smollm2_kv": (
+        "table06_curve_types",
+        {"model": "smollm2-135m-instruct", "preset": "default", "num_pairs": 5, "limit": 25, "test_limit": 150, "seeds": (0, 1, 2)},
+    ),
     "table07_control_points/tiny_retriever": ("table07_control_points", TINY),
     "table08_search_sets/tiny_retriever": ("table08_search_sets", TINY | {"seeds": (0, 1, 2, 3, 4)}),
     "table15_weights/tiny_retriever": ("table15_weights", TINY),
