@@ -9,7 +9,13 @@ from page_tables import METHODS, table
 
 RESULTS = Path(__file__).with_name("results") / "compare"
 MODELS = {"SmolLM2-135M": "smollm2", "Qwen2.5-Coder-0.5B": "qwen2.5_coder_0.5b"}
-TITLES = METHODS | {"zero_tuning": "ZeroTuning", "seal": "SEAL"}
+TITLES = METHODS | {
+    "zero_tuning": "ZeroTuning",
+    "seal": "SEAL",
+    "learnt_factors": "LPES's factors, learnt here",
+    "learnt_gains": "gains, learnt here",
+    "learnt_both": "factors and gains, learnt here",
+}
 LEVEL = 0.05
 
 

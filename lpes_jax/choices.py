@@ -35,5 +35,5 @@ ALGORITHMS = ("gradient", *INDIVIDUALS)
 # What `compare` measures, in the order of its tables (lpes_jax.compare.run has what is tried of each).
 METHODS = (
     *("baseline", "uniform", "pi", "dynamic_ntk", "ntk_by_base", "yarn", "attention_buckets", "ms_poe", "moice", "self_extend"),
-    *("hidden_channel", "zero_tuning", "seal", "lpes"),
+    *("hidden_channel", "zero_tuning", "seal", "learnt_factors", "learnt_gains", "learnt_both", "lpes"),
 )

@@ -5,12 +5,12 @@ others, so with its measurement it processes each question once. The result has 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from lpes_jax.errors import UserError
 from lpes_jax.finite import not_finite
-from lpes_jax.methods import Parameters
+from lpes_jax.methods import Apply, Parameters
 from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.model import Llama
 from lpes_jax.search.gradient import Look, LossNotFinite, State, descend
@@ -28,7 +28,7 @@ def learn(
     prompts: Sequence[Prompt],
     seed: int,
     name: str,
-    apply: Callable[[Llama, Parameters], Llama],
+    apply: Apply,
     start: Parameters,
     passes: int,
     learning_rate: float,
@@ -41,7 +41,7 @@ def learn(
         prompts: The search questions at all positions; empty if the task has no short answers.
         seed: Of the minibatches.
         name: The method's name, for errors.
-        apply: Gives the model with parameters; differentiable in them.
+        apply: Gives the model and the RoPE table with parameters; differentiable in them.
         start: The initial parameters.
         passes: Passes over the questions.
         learning_rate: Adam's.
@@ -56,7 +56,7 @@ def learn(
         raise UserError(f"--methods {name} learns from some search questions and measures the others; give --limit 2 or more")
     kept = set(questions[-math.ceil(len(questions) / _HELD_BACK) :])
     encoded = encode(prompts, tokenizer, model.config.max_position_embeddings)
-    table = model.config.rope_table(max(len(prompt.ids) + max(map(len, prompt.answers)) for prompt in encoded))
+    longest = max(len(prompt.ids) + max(map(len, prompt.answers)) for prompt in encoded)
     parts: list[Data] = []
     for held_back, most in ((False, prompts_per_group(_MINIBATCH)), (True, _MINIBATCH)):
         chosen = [index for index, prompt in enumerate(prompts) if (prompt.example in kept) == held_back]
@@ -82,7 +82,7 @@ def learn(
             train,
             held_back,
             start,
-            lambda model, parameters: (apply(model, parameters), table),
+            lambda model, parameters: apply(model, parameters, longest),
             settings,
             TextSettings(),
             seed=seed,

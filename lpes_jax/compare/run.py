@@ -23,11 +23,13 @@ from lpes_jax.evaluation import BASELINE, Candidate, Conditions, default_metrics
 from lpes_jax.factors import LayerFactors
 from lpes_jax.json_files import is_number
 from lpes_jax.methods import (
+    Apply,
     Choice,
     Maker,
     Tuning,
     attention_buckets,
     hidden_channel,
+    learnt_tables,
     moice,
     ms_poe,
     seal,
@@ -79,10 +81,16 @@ METHODS: dict[str, Callable[[Tuning], list[Choice]]] = {
     "hidden_channel": hidden_channel.choices,
     "zero_tuning": zero_tuning.choices,
     "seal": seal.choices,
+    "learnt_factors": learnt_tables.factors_choices,
+    "learnt_gains": learnt_tables.gains_choices,
+    "learnt_both": learnt_tables.both_choices,
     "lpes": tables.lpes_choices,
 }
 """The compared methods in the order of the tables, and the settings that are tried for each."""
-_LEARNING = ("moice", "hidden_channel", "zero_tuning", "seal")  # work to do before they have settings
+_LEARNING = (  # work to do before they have settings
+    *("moice", "hidden_channel", "zero_tuning", "seal"),
+    *("learnt_factors", "learnt_gains", "learnt_both"),
+)
 _TIMED_PROMPTS = 8
 
 
@@ -308,7 +316,7 @@ def _tuning(
         [found] = once("score", lambda: [np.array(means(), np.float64)])
         return _ranked((float(found[0]), float(found[1])))
 
-    def learn_once(name: str, apply: Callable[[Llama, Any], Llama], start: Any, passes: int, learning_rate: float) -> Any:
+    def learn_once(name: str, apply: Apply, start: Any, passes: int, learning_rate: float) -> Any:
         asked, structure = () if scorer is None else prompts, jax.tree.structure(start)
 
         def learnt() -> list[np.ndarray]:

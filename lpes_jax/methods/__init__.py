@@ -14,6 +14,7 @@
     hidden_channel                one channel of the hidden states scaled     1                Yu et al., arXiv 2406.02536
     zero_tuning                   the first token's weight scaled             1, attention: 2  Han et al., arXiv 2505.11739
     seal                          learnt scales of the attention's outputs    1                Lee et al., arXiv 2501.15225
+    learnt_tables                 factors, gains or both, learnt by compare   1                this project, on equal terms
 
 Not included: attention calibration (Hsieh et al., arXiv 2406.16008). It rescales the attention to each document, after one
 extra pass per document with an uninformative document in its place. A maker does not know where documents are. We found no code
@@ -44,9 +45,12 @@ from lpes_jax.factors import LayerFactors
 from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.method import Method
 from lpes_jax.models.llama.model import Llama
+from lpes_jax.rope import RopeTable
 
 Parameters = Any  # a pytree of float arrays
-LearnParameters = Callable[[str, Callable[[Llama, Parameters], Llama], Parameters, int, float], Parameters]
+Apply = Callable[[Llama, Parameters, int], tuple[Llama, RopeTable]]
+"""(model, parameters, length) -> the model and the RoPE table with the parameters. `length`: tokens of the longest text."""
+LearnParameters = Callable[[str, Apply, Parameters, int, float], Parameters]
 Maker = Callable[[LlamaConfig, int], Method]
 """(config, length) -> method. `length`: tokens of the longest text of the call, prompt and answer together."""
 
@@ -87,7 +91,7 @@ class Tuning:
     """zero_tuning: accuracy and mean log-likelihood (nats) on the search questions, or None if the task has no short answers.
     A call counts as one of the `budget` settings."""
     learn: LearnParameters
-    """seal: (name, apply, start, passes, learning rate) -> parameters, learnt by gradient descent on the search questions.
-    `apply` gives the model with parameters. A pass processes each question once, and counts as one setting."""
+    """seal, learnt_tables: (name, apply, start, passes, learning rate) -> parameters, learnt by gradient descent on the search
+    questions. A pass processes each question once, and counts as one setting."""
     once: Callable[[str, Callable[[], list[np.ndarray]]], list[np.ndarray]] = lambda name, find: find()
     """(a method's name, a function that finds arrays) -> the arrays. An interrupted comparison finds them once."""

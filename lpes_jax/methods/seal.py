@@ -40,7 +40,7 @@ from lpes_jax.methods import Choice, Maker, Tuning
 from lpes_jax.models.llama.config import LlamaConfig
 from lpes_jax.models.llama.method import Method, OutputMethod, table_method
 from lpes_jax.models.llama.model import Llama, with_scaled_outputs
-from lpes_jax.rope import is_traced
+from lpes_jax.rope import RopeTable, is_traced
 
 _RATES = {"head": 1e-2, "channel": 2e-2}
 
@@ -65,6 +65,11 @@ def folded(model: Llama, scales: Float[np.ndarray, "L n"] | Float[Array, "L n"])
     return with_scaled_outputs(model, by_channel(jnp.asarray(scales), model.config))
 
 
+def with_scales(model: Llama, scales: Float[Array, "L n"], length: int) -> tuple[Llama, RopeTable]:
+    """The folded model and its own RoPE table."""
+    return folded(model, scales), model.config.rope_table(length)
+
+
 def by_channel(scales: Float[Array, "L n"], config: LlamaConfig) -> Float[Array, "L HD"]:
     """The scale of each channel of the attention's output. Raises UserError if the scales do not fit the model."""
     heads, channels = config.num_heads, config.num_heads * config.head_dim
@@ -84,6 +89,6 @@ def choices(tuning: Tuning) -> list[Choice]:
     for kind in kinds:
         numbers = config.num_heads * (config.head_dim if kind == "channel" else 1)
         start = jnp.ones((config.num_layers, numbers), jnp.float32)
-        scales = tuning.learn("seal", folded, start, passes, _RATES[kind])
+        scales = tuning.learn("seal", with_scales, start, passes, _RATES[kind])
         found.append(Choice(f"a scale per {kind}, {passes} pass{'es' * (passes > 1)}", seal(np.asarray(scales))))
     return found

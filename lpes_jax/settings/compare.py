@@ -20,10 +20,11 @@ class MethodsSettings(Settings):
 
     methods: tuple[str, ...] = ("all",)
     """all, or some by name: baseline, uniform, pi, yarn, moice, lpes, ...
-    The others: dynamic_ntk, ntk_by_base, attention_buckets, ms_poe, self_extend, hidden_channel, zero_tuning, seal."""
+    The others: dynamic_ntk, ntk_by_base, attention_buckets, ms_poe, self_extend, hidden_channel, zero_tuning, seal,
+    and learnt_factors, learnt_gains, learnt_both: LPES learnt on these search questions, as seal is."""
     budget: int = 16
     """Settings that may be tried for a method.
-    seal: passes over the search questions."""
+    seal and learnt_*: passes over the search questions."""
     other_tasks: Path | None = None
     """A TOML file of tasks on which nothing is tuned: every method is measured there too.
     It has a block [[task]] for each, as in search --mixture: task = its name, its flags by their names, and optionally its own

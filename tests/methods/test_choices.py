@@ -14,6 +14,9 @@ from lpes_jax.errors import UserError
 from lpes_jax.methods.moice import Router
 
 
+LEARNING = {"hidden_channel", "moice", "seal", "learnt_factors", "learnt_gains", "learnt_both"}
+
+
 def test_every_method_of_the_package_is_compared():
     offered = set()
     for module in pkgutil.iter_modules(methods.__path__, methods.__name__ + "."):
@@ -23,7 +26,7 @@ def test_every_method_of_the_package_is_compared():
     assert offered == set(METHODS.values()) - {METHODS["baseline"]}
 
 
-@pytest.mark.parametrize("name", sorted(METHODS.keys() - {"hidden_channel", "moice", "seal"}))
+@pytest.mark.parametrize("name", sorted(METHODS.keys() - LEARNING))
 def test_choices_are_within_the_budget_and_fit_the_model(name, tiny_model):
     for budget in (1, 3, 50):
         choices = METHODS[name](tuning(tiny_model, budget=budget))

@@ -26,7 +26,7 @@ from tunings import tuning
 from lpes_jax.compare.learning import learn
 from lpes_jax.errors import UserError
 from lpes_jax.generation import generate_ids
-from lpes_jax.methods.seal import choices, folded, seal
+from lpes_jax.methods.seal import choices, folded, seal, with_scales
 from lpes_jax.models.llama import Llama
 from lpes_jax.models.llama.method import table_method
 from lpes_jax.prefixes import pack_rows
@@ -152,7 +152,7 @@ def test_scales_are_learnt_from_the_questions(tiny_model):
     """On other questions of their kind the answer gets likelier."""
     prompts, heads = questions(8), tiny_model.config.num_heads
     start = jnp.ones((3, heads), jnp.float32)
-    scales = np.asarray(learn(tiny_model, byte_tokenizer(), prompts[:12], 0, "seal", folded, start, 3, 0.05))
+    scales = np.asarray(learn(tiny_model, byte_tokenizer(), prompts[:12], 0, "seal", with_scales, start, 3, 0.05))
     assert scales.shape == (3, heads) and np.abs(scales - 1).max() > 0.02
     before = mean_log_p(tiny_model, prompts[12:])
     assert mean_log_p(folded(tiny_model, scales), prompts[12:]) > before
@@ -189,8 +189,8 @@ def test_what_is_refused(tiny_model):
     with pytest.raises(UserError, match="every scale must be a finite number"):
         seal(np.full((3, 4), np.nan, np.float32))
     with pytest.raises(UserError, match="--methods seal learns from short answers"):
-        learn(tiny_model, byte_tokenizer(), [], 0, "seal", folded, jnp.ones((3, 4)), 1, 0.01)
+        learn(tiny_model, byte_tokenizer(), [], 0, "seal", with_scales, jnp.ones((3, 4)), 1, 0.01)
     with pytest.raises(UserError, match="give --limit 2 or more"):
-        learn(tiny_model, byte_tokenizer(), questions(1), 0, "seal", folded, jnp.ones((3, 4)), 1, 0.01)
+        learn(tiny_model, byte_tokenizer(), questions(1), 0, "seal", with_scales, jnp.ones((3, 4)), 1, 0.01)
     sliding = replace(config, sliding_window=16, sliding_layers=(1,))
     seal(np.ones((3, 4), np.float32))(sliding, 64)  # the weights do not care what a head attends to
