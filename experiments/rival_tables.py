@@ -1,6 +1,7 @@
 """The tables of the page on rivals, from the records of `compare` in experiments/results/compare; `page_figures.py` puts them there."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,8 @@ def _cell(figures: dict[str, Any]) -> str:
 
 def _short(title: str) -> str:
     """A task's title without what the page says of it."""
-    return title.replace(" of nq-open-oracle, distractors random", "").replace(", placing together", "").replace(", num lines", ",")
+    title = title.replace(" of nq-open-oracle, distractors random", "").replace(", placing together", "")
+    return re.sub(r"num lines (\d+)", r"\1 lines", title)
 
 
 def _record(folder: str) -> dict[str, Any]:
