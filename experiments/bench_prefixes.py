@@ -19,7 +19,6 @@ import numpy as np
 from grid import run_script
 
 from lpes_jax.models.llama import load
-from lpes_jax.profile.grid import prompt_of
 from lpes_jax.scores import Scores
 from lpes_jax.scoring import Scorer
 from lpes_jax.store.provenance import environment
@@ -63,7 +62,7 @@ def main(settings: Settings) -> None:
     else:
         task = Niah(settings.task, num_lines=settings.num_lines, queries_per_haystack=shared)
     prompts = [
-        prompt_of(task, example, task_prompts.slot(position, task.num_items), position)
+        task.prompt(example, task_prompts.slot(position, task.num_items), position)
         for example in task.examples("test", settings.limit, 0)
         for position in settings.positions
     ]

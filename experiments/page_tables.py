@@ -559,9 +559,7 @@ def shared_prefixes() -> str:
         rows.append(
             [title, f"{found['tokens_a_prompt']:,.0f}", *(f"{rate:,.0f}" for rate in rates), f"{found['ratio']:.1f}", saved]
         )
-    return table(
-        ["one H200", "tokens per prompt", "prompts/s, not shared", "prompts/s, shared", "ratio", "tokens saved"], rows
-    )
+    return table(["one H200", "tokens per prompt", "prompts/s, not shared", "prompts/s, shared", "ratio", "tokens saved"], rows)
 
 
 def memory_plan() -> str:

@@ -1,4 +1,7 @@
-"""The tables of the page on rivals, from the records of `compare` in experiments/results/compare; `page_figures.py` puts them there."""
+"""The tables of the page on rivals, from the records of `compare` in experiments/results/compare.
+
+`page_figures.py` puts them into the page.
+"""
 
 import json
 import re

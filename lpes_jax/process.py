@@ -61,7 +61,7 @@ def is_ours() -> bool:
 
 
 def started() -> float:
-    """When this command was started, before its imports; in a program that imports lpes_jax, now. In seconds, as `time.time`."""
+    """When this command was started, before its imports; in a program that imports lpes_jax, now. As `time.time`."""
     return _STARTED if _owned else time.time()
 
 

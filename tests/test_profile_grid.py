@@ -10,7 +10,7 @@ from lpes_jax.evaluation import Candidate
 from lpes_jax.factors import LayerFactors
 from lpes_jax.models.llama import Llama, Loaded
 from lpes_jax.profile.findings import changes, effective, losses, ruler_mean, sentence
-from lpes_jax.profile.grid import MOST_UNITS, UNITS, Grid, ProfilePlan, arrays, make_task, prompt_of
+from lpes_jax.profile.grid import MOST_UNITS, UNITS, Grid, ProfilePlan, arrays
 from lpes_jax.profile.page import record_of, tables
 from lpes_jax.statistics import confidence_sequence
 
@@ -49,22 +49,6 @@ def fill(grid: Grid, name: Any, length: int, units: int, *accuracy: tuple[float,
     )
     column.values, column.low, column.high, column.blocks = values, bounds[..., 0], bounds[..., 1], units // UNITS
     column.seconds = [1.0]
-
-
-@pytest.mark.parametrize("name", ["single_1", "multikey_2", "multikey_3", "near_keys"])
-def test_a_needle_may_be_answered_with_or_without_a_colon(name):
-    task = make_task(name)
-    example = task.examples("test", 1, 0)[0]
-    prompt, own = prompt_of(task, example, 0, 0), task.prompt(example, 0, 0)
-    assert prompt.text == own.text and prompt.text.endswith("mentioned in the provided text is")
-    assert prompt.answers == (f" {own.gold}", f": {own.gold}")
-
-
-@pytest.mark.parametrize("name", ["kv", "vt"])
-def test_other_tasks_keep_their_own_answers(name):
-    task = make_task(name)
-    example = task.examples("test", 1, 0)[0]
-    assert prompt_of(task, example, 0, 0) == task.prompt(example, 0, 0)
 
 
 def test_a_column_is_above_when_every_position_is_and_below_when_one_is(grid):

@@ -7,9 +7,9 @@ the search questions of the comparison, by gradient descent, as SEAL's scales ar
     learnt_gains      gains of q . k, [L, R/2]; they fold into the query weights
     learnt_both       both
 
-Where this differs from `python -m lpes_jax.search --preset best`: no plain text in the loss, minibatches of 8 prompts, a constant
-rate, no box (the logarithms of the numbers are learnt), and `budget` passes over the search questions, of which a quarter is held
-back to choose the pass.
+Differences from `python -m lpes_jax.search --preset best`: no plain text in the loss, minibatches of 8 prompts, a constant
+rate, no box (the logarithms of the numbers are learnt), and `budget` passes over the search questions. A quarter of these is
+held back to choose the pass.
 
 Letters: L layers, R rotated elements per head.
 """

@@ -22,7 +22,7 @@ Letters: U units, C candidates, S positions.
 
 import time
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -62,17 +62,6 @@ def make_task(name: ProfileTask, key_length: int | None = None) -> Any:
     if name == "vt":
         return VariableTracking(placing="together", answer_opener="")
     return Niah(name, queries_per_haystack=QUESTIONS if name.startswith("multikey") else 1)
-
-
-def prompt_of(task: Any, example: Any, slot: int, position: int | None = None) -> Prompt:
-    """The task's prompt. Answers to RULER's needles, which end in "... is", may also begin with a colon.
-
-    Models differ in this, and RULER's own score, which looks for the value in a generated text, does not see it.
-    """
-    prompt = task.prompt(example, slot, position)
-    if isinstance(task, Niah):
-        prompt = replace(prompt, answers=(*prompt.answers, *(f":{answer}" for answer in prompt.answers)))
-    return prompt
 
 
 @dataclass(frozen=True)
@@ -156,7 +145,7 @@ class Grid:
             for name in names:
                 task = without_haystack(make_task(name, self.plan.key_length))
                 examples = task.examples("test", CEILING_QUESTIONS, self.plan.seed * 1000 + block)
-                prompts += [prompt_of(task, example, 0) for example in examples]
+                prompts += [task.prompt(example, 0) for example in examples]
             found = self._scored(prompts, self.candidates[:1])[0][0].reshape(len(names), -1)
             for name, task_values in zip(names, found, strict=True):
                 correct[name] += task_values.tolist()
@@ -227,7 +216,7 @@ class Grid:
         examples = task.examples("test", UNITS * asked, self.plan.seed * 1000 + column.blocks)
         slots = [task_prompts.slot(position, task.num_items) for position in self.plan.positions]
         prompts = [
-            prompt_of(task, example, slot, position)
+            task.prompt(example, slot, position)
             for example in examples
             for slot, position in zip(slots, self.plan.positions, strict=True)
         ]

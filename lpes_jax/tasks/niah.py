@@ -22,6 +22,8 @@ those of its `synthetic.yaml`:
     multiquery   essay      words  number   four keys, all asked for
     near_keys    essay      words  number   ours: one needle, and seven whose keys share a word with the key asked for
 
+An answer may also begin with a colon (`prefix`, and the likelihood of a search): after "... is" some models write one.
+
 Differences from RULER: the needle's slot is given, while RULER draws it (of several needles the first is at the slot, the
 others at random slots); keys and values of a prompt differ from each other; keys consist of our own words (`words.py`), while
 RULER uses the package wonderwords. Essays are the sentences of a text file (`data`, from its beginning, as RULER reads Paul
@@ -214,7 +216,7 @@ class Niah(Recall):
         values = [value for _, value in asked]
         return Prompt(
             text=text,
-            answers=(" " + listed(values),),
+            answers=(f" {listed(values)}", f": {listed(values)}"),  # models differ in this, and RULER's score does not see it
             gold=listed(values),
             example=identity,
             position=own_position if position is None else position,

@@ -30,7 +30,7 @@ COMMITTED: dict[str, tuple[str, dict[str, Any]]] = {  # folder: its spec, and th
     "table06_curve_types/tiny_retriever": ("table06_curve_types", TINY),
     "table06_curve_types/smollm2_kv": (
         "table06_curve_types",
-        {"model": "smollm2-135m-instruct", "preset": "default", "num_pairs": 5, "limit": 25, "test_limit": 150, "seeds": (0, 1, 2)},
+        {"model": "smollm2-135m-instruct", "num_pairs": 5, "limit": 25, "test_limit": 150, "seeds": (0, 1, 2)},
     ),
     "table07_control_points/tiny_retriever": ("table07_control_points", TINY),
     "table08_search_sets/tiny_retriever": ("table08_search_sets", TINY | {"seeds": (0, 1, 2, 3, 4)}),

@@ -13,7 +13,6 @@ from lpes_jax.compare import METHODS
 from lpes_jax.errors import UserError
 from lpes_jax.methods.moice import Router
 
-
 LEARNING = {"hidden_channel", "moice", "seal", "learnt_factors", "learnt_gains", "learnt_both"}
 
 

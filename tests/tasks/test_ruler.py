@@ -104,7 +104,8 @@ def test_several_needles_are_asked_for_and_the_one_at_the_slot_has_a_score_of_it
         prompt = task.prompt(example, 4)
         values = prompt.references
         assert len({key for key, _ in example.needles}) == keys and len(set(values)) == 4
-        assert prompt.answers == (f" {values[0]}, {values[1]}, {values[2]}, and {values[3]}",)
+        several = f"{values[0]}, {values[1]}, {values[2]}, and {values[3]}"
+        assert prompt.answers == (f" {several}", f": {several}")
         assert task.score(f"{values[0]} and {values[2]}", prompt) == {"recall": 0.5, "recall_bounded": 0.5, "at_slot": 1}
         assert task.score(f"x{values[1]}", prompt) == {"recall": 0.25, "recall_bounded": 0, "at_slot": 0}
 
