@@ -1,5 +1,7 @@
 """Shared by all tests: strict dtypes around our own code, tiny models, and the real model if it is present."""
 
+import atexit
+import functools
 import gc
 import os
 
@@ -17,6 +19,7 @@ import pytest
 import selection
 from byte_tokenizer import byte_tokenizer
 from flax import nnx
+from jax._src.interpreters import mlir
 from jax.experimental.compilation_cache import compilation_cache
 from matplotlib.figure import Figure
 from nursery import QUICK, Nursery
@@ -50,9 +53,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with a slow test come first, else one worker ends with them while the others have nothing left."""
+    """Files that take long come first, else one worker ends with them while the others have nothing left."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    items.sort(key=lambda item: item.path not in slow and item.path.name not in selection.LONGEST)
     jax.devices()  # XLA has read its flags from here on: processes that tests start are as users have them
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "").replace(QUICK, "").strip()
 
@@ -63,6 +66,17 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
     gc.set_threshold(20_000, 20, 50)
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        atexit.register(os._exit, 0)  # the reports are sent; JAX would spend seconds on freeing thousands of programs
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_context_of_a_file() -> Iterator[None]:
+    """JAX makes a new MLIR context for each program, which takes as long as the lowering of a small one. A file has one."""
+    with pytest.MonkeyPatch.context() as patch:
+        if hasattr(mlir, "make_ir_context"):  # not of JAX's public interface
+            patch.setattr(mlir, "make_ir_context", functools.cache(mlir.make_ir_context))
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -71,9 +85,10 @@ def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
 
     The processes that tests start find no cache (JAX_COMPILATION_CACHE_DIR above), unless the test gives them one. A cache of
     all processes would save little more: they have few programs in common, and tracing and lowering cost more than compiling.
+    To keep a program that is compiled at once costs more than it saves.
     """
     jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     compilation_cache.reset_cache()  # what was imported may have compiled something, without one
 
 

@@ -7,6 +7,13 @@ import pytest
 from _pytest.mark import ParameterSet
 
 Value = TypeVar("Value")
+# Files that take more than ten seconds on a quiet machine, to be run first.
+LONGEST = {
+    *("test_devices.py", "test_golden_history.py", "test_survival.py", "test_profile.py", "test_mixture.py", "test_compare.py"),
+    *("test_hosts.py", "test_cli.py", "test_zoo.py", "test_process.py", "test_scoring.py", "test_every_door.py"),
+    *("test_gradient.py", "test_loop.py", "test_families.py", "test_model.py", "test_gains_search.py", "test_genetic.py"),
+    *("test_prefixes.py", "test_task_runs.py", "test_gains.py", "test_help.py", "test_rope.py", "test_curves.py"),
+}
 FEW = False  # tests/conftest.py: whether long tests are left out
 
 
