@@ -86,6 +86,13 @@ def round_up(length: int, parts: int = _COARSE) -> int:
     return -(-length // step) * step
 
 
+def _rounded_up(most: int) -> Int[np.ndarray, "W"]:
+    """`round_up` of all lengths from 0 to `most`."""
+    lengths = np.arange(1, most + 1)
+    steps = np.maximum(32, 2 ** np.frexp(lengths - 1)[1] // _COARSE)  # the exponent of a whole number is its bit length
+    return np.concatenate([[0], -(-lengths // steps) * steps])
+
+
 def cheapest_groups(rows: Sequence[Row], costs: Costs, most_tokens: int) -> list[list[int]]:
     """Partition the rows into groups at the least cost.
 
@@ -100,7 +107,7 @@ def cheapest_groups(rows: Sequence[Row], costs: Costs, most_tokens: int) -> list
     most_tokens = min(most_tokens, _MOST_TOKENS)
     order, lengths, common = _in_order(rows)
     total = np.concatenate([[0], np.cumsum(lengths - common)])
-    padded = np.array([0, *map(round_up, range(1, min(most_tokens, int(lengths.sum())) + int(lengths.max()) + 1))])
+    padded = _rounded_up(min(most_tokens, int(lengths.sum())) + int(lengths.max()))
 
     unshared = costs.group(padded[lengths], 0)
     best, begins = np.zeros(len(rows) + 1), np.zeros(len(rows) + 1, int)

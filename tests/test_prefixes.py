@@ -22,12 +22,14 @@ from lpes_jax.prefixes import (
     Group,
     Row,
     Shape,
+    _rounded_up,
     batches,
     cheapest_groups,
     groups_by_prompt,
     make_group,
     pack_groups,
     pack_rows,
+    round_up,
 )
 from lpes_jax.rope import RopeParameters, RopeTable
 from lpes_jax.scores import batch_scores
@@ -371,6 +373,10 @@ def test_costs_are_the_multiplications_of_a_layer(tiny_model, tiny_config):
     cpu, gpu = (Costs.of(tiny_config, platform) for platform in ("cpu", "gpu"))
     assert cpu.token == gpu.token == sum(leaf[0].size for leaf in matrices)
     assert cpu.causal_pair == cpu.masked_pair == gpu.causal_pair == gpu.masked_pair / 2 == 2 * 2 * 6 * 8
+
+
+def test_all_lengths_are_rounded_up_at_once():
+    np.testing.assert_array_equal(_rounded_up(2100), [0, *map(round_up, range(1, 2101))])
 
 
 def test_a_tree_that_just_fits_is_made(tiny_config):

@@ -9,17 +9,19 @@ from schemas import check_folder
 import lpes_jax as lj
 from lpes_jax.cli import main
 from lpes_jax.profile import default_lengths, run_profile
-from lpes_jax.profile.grid import QUESTIONS, UNITS
+from lpes_jax.profile.grid import UNITS
 from lpes_jax.scoring import Scorer
 from lpes_jax.settings.profile import ProfileSettings
 from lpes_jax.tasks.key_value import KeyValue
 from lpes_jax.tasks.prompts import encode, slot
 
+QUESTIONS = 2  # per haystack
 FAST = {"tasks": ("kv", "single_1"), "lengths": (160, 256), "positions": (0, 100), "seed": 3}
 
 
 def test_before_and_with_factors_on_the_same_questions(tmp_path, monkeypatch):
     lj.LayerFactors.uniform(2.0, 10).save(tmp_path / "factors.json")
+    monkeypatch.setattr("lpes_jax.profile.grid.QUESTIONS", QUESTIONS)
     monkeypatch.setattr("lpes_jax.profile.grid.MOST_UNITS", 2 * UNITS)
     monkeypatch.setattr("lpes_jax.profile.grid.MOST_CEILING", 20)
     settings = ProfileSettings.of(factors=tmp_path / "factors.json", output_path=tmp_path / "out", minutes=20.0, **FAST)
@@ -43,7 +45,7 @@ def test_before_and_with_factors_on_the_same_questions(tmp_path, monkeypatch):
     }
     for column in kv_columns:
         assert column["baseline"]["accuracy"] == [1.0, 1.0] and column["factors"]["accuracy"] == [0.0, 0.0]
-        assert column["factors"]["status"] == "below" and column["tokens_saved"] > 0.75
+        assert column["factors"]["status"] == "below" and column["tokens_saved"] > 0.6
     assert len(record["changes"]) == 4 and all(
         change["worse"] == kv_columns[0]["units"] and change["better"] == 0 for change in record["changes"]
     )
