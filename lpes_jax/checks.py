@@ -17,7 +17,7 @@ def check_model_name(model: str) -> None:
 def check_file(flag: str, path: Path | None, what: str) -> None:
     """Raise UserError if the path is not a file; None is allowed. `what` describes the file in the message."""
     if path is not None and not path.is_file():
-        raise UserError(f"{flag} {path}: no such file; {what}")
+        raise UserError(f"{flag} {path}: {'a folder, not a file' if path.is_dir() else 'no such file'}; {what}")
 
 
 def check_examples(tasks: Iterable[Any], split: Split, seed: int) -> None:

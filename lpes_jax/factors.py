@@ -152,7 +152,10 @@ class LayerFactors:
             UserError: The file is missing, not JSON, of another format, or contains unusable factors.
         """
         path = _zoo_file(Path(path)) or Path(path)
-        record = read_json(path, finite=False)
+        if path.is_dir():
+            inside = path / "factors.json"
+            raise UserError(f"{path}: a folder; give {inside if inside.is_file() else 'the factors.json of a search'}")
+        record = read_json(path, finite=False, hint="; give the factors.json that a search wrote")
         if not isinstance(record, dict) or record.get("format") not in _FORMATS:
             raise UserError(f"{path}: not a {FORMAT} file; give the factors.json that a search wrote")
         if "factors" not in record:
@@ -178,7 +181,7 @@ def _zoo_file(name: Path) -> Path | None:
     found = [key for key in zoo if name.as_posix() in (key, key.partition("/")[2])]
     if len(found) > 1:
         raise UserError(f"several models have factors {name}; give one of {', '.join(found)}")
-    if not found and not name.suffix and not os.path.exists(name):
+    if not found and name.suffix != ".json" and not os.path.exists(name):
         raise UserError(f"{name}: no such factors.json, and no factors of the zoo, which has {', '.join(zoo)}")
     return zoo[found[0]] if found else None
 

@@ -92,7 +92,7 @@ class Parser(Generic[Flags]):
         except SystemExit:
             lines = [line.strip("│╭╮╰╯─ \n") for line in box.getvalue().split("────", 2)[-1].splitlines()]
             text = " ".join(re.split(r"\n\s*\n", "\n".join(lines).strip())[0].split())
-            raise UserError(f"{text} (see {self.prog} --help)") from None
+            raise UserError(f"{_in_words(text)} (see {self.prog} --help)") from None
 
     def _all_flags(self, defaults: Flags, width: int) -> str:
         with contextlib.redirect_stdout(io.StringIO()) as page, _columns(width), contextlib.suppress(SystemExit):
@@ -107,6 +107,22 @@ class Parser(Generic[Flags]):
         verb, hosts = tyro.conf.arg(name=""), tyro.conf.arg(name="many-hosts")
         both = tuple[Annotated[type(defaults), verb], Annotated[HostSettings, hosts]]
         return tyro.cli(both, default=(defaults, HostSettings()), **options)
+
+
+_UNPARSED = {  # tyro's errors, and ours
+    r"Error parsing (--\S+): invalid literal for int\(\) with base 10: (.*)": r"\1 must be a whole number, got \2",
+    r"Error parsing (--\S+): could not convert string to float: (.*)": r"\1 must be a number, got \2",
+    r"Error parsing (--\S+): Could not find valid parse for arguments: \[(.*)\]": r"\1 does not take \2",
+    r"Error parsing (--\S+): no type matching .* could be instantiated from \[(.*)\]\.": r"\1 does not take \2",
+}
+
+
+def _in_words(error: str) -> str:
+    """tyro's error about a value, in the words of our own."""
+    for pattern, words in _UNPARSED.items():
+        if found := re.fullmatch(pattern, error):
+            return found.expand(words)
+    return error
 
 
 @_REGISTRY.primitive_rule

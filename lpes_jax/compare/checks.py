@@ -21,6 +21,8 @@ def check(settings: CompareSettings) -> tuple[str, ...]:
     if settings.task.data_folder is not None and settings.methods.other_tasks is None:
         raise UserError("--data-folder is the folder of relative paths in --other-tasks; use --data for the file of --task")
     named = settings.methods.methods
+    if not named:
+        raise UserError(f"--methods: give all, or at least one method; the methods are: {', '.join(NAMES)}")
     if set(named) == {"all"}:
         return NAMES
     if "all" in named:
@@ -58,5 +60,5 @@ def check_inputs(settings: CompareSettings) -> None:
     if settings.factors.factors is not None:
         LayerFactors.load(settings.factors.factors)
     check_file("--router", settings.router.router, "train a router first")
-    check_file("--text", settings.router.text, "any text file in UTF-8")
+    check_file("--text", settings.router.text, "give a text file in UTF-8")
     check_model_name(settings.run.model)

@@ -7,16 +7,20 @@ from lpes_jax.limits import check_bounds
 from lpes_jax.settings.profile import ProfileSettings
 from lpes_jax.tasks.prompts import check_once, check_positions
 
+SHORTEST = 16  # tokens of a prompt: the loss of plain text is measured in eighths of a window
+
 
 def check(settings: ProfileSettings) -> None:
     """Raise UserError for invalid flags, and for a missing text."""
     check_bounds(settings)
     check_positions(settings.grid.positions)
     check_once(settings.grid.lengths, "--lengths")
+    if (least := min(settings.grid.lengths, default=SHORTEST)) < SHORTEST:
+        raise UserError(f"--lengths {least}: a profile needs prompts of at least {SHORTEST} tokens; give longer ones")
     check_once(settings.grid.tasks, "--tasks")
     if not settings.grid.tasks:
         raise UserError("--tasks: give at least one task")
-    check_file("--text", settings.grid.text, "any text file in UTF-8")
+    check_file("--text", settings.grid.text, "give a text file in UTF-8")
 
 
 def check_inputs(settings: ProfileSettings) -> None:

@@ -10,10 +10,10 @@ from lpes_jax.evaluation import BASELINE, Candidate
 from lpes_jax.factors import LayerFactors
 from lpes_jax.mesh import make_mesh
 from lpes_jax.models.llama import load
-from lpes_jax.profile.checks import check
+from lpes_jax.profile.checks import SHORTEST, check
 from lpes_jax.profile.grid import Grid, ProfilePlan
 from lpes_jax.profile.page import draw, record_of, tables
-from lpes_jax.profile.text_loss import WINDOWS, text_loss
+from lpes_jax.profile.text_loss import WINDOWS, file_windows, text_loss
 from lpes_jax.report.html import write_page
 from lpes_jax.report.progress import SearchProgress
 from lpes_jax.report.tables import show
@@ -63,6 +63,8 @@ def run_profile(settings: ProfileSettings) -> Grid:
     )
     if plan.lengths[-1] > window:
         raise UserError(f"--lengths {plan.lengths[-1]}: the model's window is {window} tokens; give lengths up to that")
+    if settings.grid.text is not None:
+        file_windows(loaded, plan.lengths[-1], settings.grid.text)  # an unusable text is refused before anything is measured
     grid = Grid(loaded, plan, candidates, batch_size=settings.devices.batch_size)
     deadline = started + 60 * settings.judgement.minutes - _REPORT_SECONDS
     with SearchProgress(grid.prompts_of_first_blocks(), deadline=deadline) as progress:
@@ -84,7 +86,7 @@ def run_profile(settings: ProfileSettings) -> Grid:
 def default_lengths(window: int) -> tuple[int, ...]:
     """An eighth, a quarter, a half and all of the window, or of 8,192 tokens if that is less."""
     longest = min(window, 8192)
-    return tuple(sorted({max(16, longest // part) for part in (8, 4, 2, 1)}))
+    return tuple(sorted({max(SHORTEST, longest // part) for part in (8, 4, 2, 1)}))
 
 
 def _config(settings: ProfileSettings, grid: Grid) -> dict[str, Any]:

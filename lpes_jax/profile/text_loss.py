@@ -12,7 +12,7 @@ from lpes_jax.evaluate.perplexity import text_nlls
 from lpes_jax.evaluation import Candidate
 from lpes_jax.models.llama import Loaded
 from lpes_jax.tasks.needle import sentence
-from lpes_jax.tasks.perplexity import Perplexity, Window, slide
+from lpes_jax.tasks.perplexity import Window, slide, windows_of
 from lpes_jax.tasks.prompts import token_ids
 
 WINDOWS = 4
@@ -22,7 +22,7 @@ BINS = 8
 def text_loss(
     loaded: Loaded, candidates: Sequence[Candidate], length: int, text: Path | None, seed: int, batch_size: int | None
 ) -> dict[str, Any]:
-    """Nats per token by the position in windows of text, and the text's source. Raises UserError as `Perplexity`.
+    """Nats per token by the position in windows of text, and the text's source. Raises UserError as `file_windows`.
 
     Without a file, the text consists of the needle grammar's sentences, different ones in each window. The loss falls with the
     position as the model learns the grammar. A rise shows the positions at which the model fails.
@@ -35,7 +35,7 @@ def text_loss(
         seed: For the text without a file.
         batch_size: Windows per pass and device; None means 1.
     """
-    windows = _grammar_windows(loaded, length, seed) if text is None else _file_windows(loaded, length, text)
+    windows = _grammar_windows(loaded, length, seed) if text is None else file_windows(loaded, length, text)
     length = len(windows[0].ids)
     losses: dict[str, list[float]] = {}
     for candidate in candidates:
@@ -52,11 +52,15 @@ def text_loss(
     }
 
 
-def _file_windows(loaded: Loaded, length: int, text: Path) -> list[Window]:
+def file_windows(loaded: Loaded, length: int, text: Path) -> list[Window]:
+    """Windows of `length` tokens spread over a text, or of half, a quarter, ... as many if it is short.
+
+    Raises UserError if the file cannot be read, or is too short.
+    """
     windows: list[Window] = []
     while not windows:
         try:
-            windows = Perplexity(text, window=length).windows(loaded.tokenizer, "all")
+            windows = windows_of(text, loaded.tokenizer, length, "all")
         except UserError:
             if length < 128:
                 raise

@@ -65,6 +65,11 @@ def check(settings: SearchSettings) -> None:
             raise UserError(
                 f"--prune needs --steps of at least 2, half of which train the remaining factors; got {gradient.steps}"
             )
+    text = settings.text
+    if text.text is not None and settings.algorithm != "gradient":
+        raise UserError(f"--text is for --algorithm gradient; --algorithm {settings.algorithm} does not read it; remove it")
+    if text.text is not None and not text.text_weight and text.max_text_loss_rise is None:
+        raise UserError("--text has no effect: give --text-weight above 0 or --max-text-loss-rise, or remove it")
     if ga.max_evaluations is not None and settings.algorithm == "gradient":
         raise UserError("--max-evaluations counts individuals, and --algorithm gradient has none; give --steps")
 
@@ -93,7 +98,7 @@ def check_inputs(settings: SearchSettings) -> None:
     if settings.start.initial_factors is not None:
         LayerFactors.load(settings.start.initial_factors)
     if settings.algorithm == "gradient":
-        check_file("--text", settings.text.text, "any text file in UTF-8")
+        check_file("--text", settings.text.text, "give a text file in UTF-8")
     check_model_name(settings.run.model)
 
 

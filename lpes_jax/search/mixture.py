@@ -364,7 +364,12 @@ def _words(hint: Any) -> str:
     """A type in words."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
-        return " or ".join(dict.fromkeys(_words(option) for option in inner if option is not NoneType))
+        if set(inner) == {int, float}:
+            return _WORDS[float]
+        options = [option for option in inner if option is not NoneType]
+        return " or ".join(
+            dict.fromkeys("a list of these" if get_origin(option) is tuple else _words(option) for option in options)
+        )
     if origin is Literal:
         return "one of " + ", ".join(map(repr, inner))
     if origin is tuple:

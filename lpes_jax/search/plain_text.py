@@ -19,7 +19,7 @@ from lpes_jax.models.llama.generate import continuation
 from lpes_jax.models.llama.method import table_method
 from lpes_jax.models.llama.model import Llama, check_ids
 from lpes_jax.settings.search import DEFAULT_WINDOW
-from lpes_jax.tasks.perplexity import Perplexity, Window
+from lpes_jax.tasks.perplexity import Window, windows_of
 
 GENERATED_WINDOWS = 64
 MOST_TOKENS = 2**18  # in the windows of each length, if there are several lengths
@@ -136,7 +136,4 @@ def _around(
 
 
 def _of_file(text: Path | None, tokenizer: Any, length: int) -> list[Window]:
-    try:
-        return Perplexity(data=text, window=length).windows(tokenizer, "search")
-    except UserError as error:
-        raise UserError(str(error).replace("--data", "--text")) from None
+    return windows_of(text, tokenizer, length, "search")

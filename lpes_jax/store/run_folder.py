@@ -14,6 +14,7 @@ With several processes (lpes_jax.hosts), the first one owns the folder. It sends
 its own lines are the same.
 """
 
+import contextlib
 import json
 import os
 import zipfile
@@ -50,13 +51,28 @@ class RunFolder:
         self.path = path
         self.history_path, self.state_path = path / "history.jsonl", path / "state.npz"
         self._history: Any = None
+        self._is_new, self._made = not resume, not path.exists()
         self.recorded, self.resumed = hosts.from_first(lambda: self._open(config, resume, overwrite))
 
     def __enter__(self) -> "RunFolder":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            if isinstance(error, UserError) and not isinstance(error.__cause__, OSError):  # a full disk: --resume continues
+                self._drop_unscored()
+        finally:
+            self.close()
+
+    def _drop_unscored(self) -> None:
+        """Remove the files of a new run that turned out to be impossible before anything was scored."""
+        if self._history is None or not self._is_new or os.fstat(self._history.fileno()).st_size:
+            return
+        with contextlib.suppress(OSError):  # another command wrote into it
+            (self.path / "config.json").unlink(missing_ok=True)
+            self.history_path.unlink()
+            if self._made:
+                self.path.rmdir()
 
     def close(self) -> None:
         """Unlock the folder. All files have been written."""

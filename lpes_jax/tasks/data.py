@@ -87,7 +87,7 @@ def need_file(path: Path | None, source: str) -> Path:
     if path is None:
         raise UserError(f"--data is needed: {source}")
     if not path.is_file():
-        raise UserError(f"--data {path}: no such file; {source}")
+        raise UserError(f"--data {path}: {'a folder, not a file' if path.is_dir() else 'no such file'}; {source}")
     return path
 
 

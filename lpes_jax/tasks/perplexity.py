@@ -26,6 +26,8 @@ from lpes_jax.tasks.data import need_file
 from lpes_jax.tasks.prompts import Split, Tokenizer, token_ids
 from lpes_jax.text_files import UNREADABLE, read_text
 
+_FEWER = "use a shorter --window or a lower --limit"
+
 
 @dataclass(frozen=True)
 class Window:
@@ -47,7 +49,7 @@ class Perplexity:
 
     def __post_init__(self):
         check_bounds(self)
-        need_file(self.data, "any text file in UTF-8")
+        need_file(self.data, "give a text file in UTF-8")
         if self.stride is not None and self.stride > self.window:
             raise UserError(f"--stride {self.stride} must be from 1 to --window {self.window}")
 
@@ -69,9 +71,17 @@ class Perplexity:
         if len(found) < (least := 1 if count is None else count):
             raise UserError(
                 f"--data {self.data}: {least} windows of {self.window} tokens asked for, its {split!r} part has "
-                f"{len(found)} ({len(ids)} tokens); use a shorter --window or a lower --limit"
+                f"{len(found)} ({len(ids)} tokens); {_FEWER}"
             )
         return found[:count]
+
+
+def windows_of(text: Path | None, tokenizer: Tokenizer, length: int, split: Split) -> list[Window]:
+    """All windows of a `--text`, as `Perplexity.windows`. Raises UserError, with messages about this flag."""
+    try:
+        return Perplexity(text, window=length).windows(tokenizer, split)
+    except UserError as error:
+        raise UserError(str(error).replace("--data", "--text").replace(_FEWER, "give a longer text")) from None
 
 
 def slide(ids: Sequence[int], window: int, stride: int, begin: Sequence[int] = ()) -> list[Window]:

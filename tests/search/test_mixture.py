@@ -115,7 +115,7 @@ def test_a_file_gives_a_task_for_each_block_and_length(folder):
         (KV + "3\n" + KV + "[2, 3]", ", block 2 (kv): the task '3 key-value pairs, key length 1' is repeated"),
         (KV + "0", ", block 1 (kv): --num-pairs must be at least 1"),
         (KV + "3\nlimit = 0", ", block 1 (kv): limit must be at least 1, got 0"),
-        (KV + '3\nweight = "2"', "weight = '2' must be a whole number or a number"),
+        (KV + '3\nweight = "2"', "weight = '2' must be a number"),
         (KV + "3\nweight = inf", "weight must be at most 1e+09 (beside the other tasks' weights), got inf"),
         (KV + "3\nquery_aware = 1", "query_aware = 1 must be true or false"),
         (KV + "3\nweight = nan", "weight must be a number from"),
