@@ -143,7 +143,7 @@ def test_json_of_another_kind_is_refused(tmp_path, content):
 def test_a_missing_file_and_a_folder_are_refused(tmp_path):
     with pytest.raises(UserError, match="nowhere.json: cannot be read"):
         LayerFactors.load(tmp_path / "nowhere.json")
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match="a folder; give the factors.json"):
         LayerFactors.load(tmp_path)
 
 

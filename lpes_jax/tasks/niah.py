@@ -154,7 +154,7 @@ class Niah(Recall):
         if self.data is not None and self._variant.haystack != "essay":
             raise UserError(f"--data: the haystack of --subset {self.subset} is not an essay; remove --data")
         if self.data is not None:
-            need_file(self.data, "give a text file in UTF-8")
+            need_file(self.data, "any text file in UTF-8")
         if self.num_keys is not None and self.subset not in ("multikey_1", "near_keys"):
             raise UserError(f"--num-keys: --subset {self.subset} has RULER's number of needles; remove --num-keys")
         if self.queries_per_haystack > 1 and self._variant.haystack != "needles":

@@ -49,7 +49,7 @@ class Perplexity:
 
     def __post_init__(self):
         check_bounds(self)
-        need_file(self.data, "give a text file in UTF-8")
+        need_file(self.data, "any text file in UTF-8")
         if self.stride is not None and self.stride > self.window:
             raise UserError(f"--stride {self.stride} must be from 1 to --window {self.window}")
 

@@ -49,7 +49,7 @@ def refusal(tmp_path, monkeypatch, capsys):
         ("search --text short.txt", "--text is for --algorithm gradient; --algorithm ga does not read it; remove it"),
         ("search --algorithm gradient --text short.txt", "--text has no effect: give --text-weight above 0 or"),
         ("search --preset best --text folder", "--text folder: a folder, not a file; give a text file"),
-        ("evaluate --task perplexity --data folder", "--data folder: a folder, not a file; give a text file"),
+        ("evaluate --task perplexity --data folder", "--data folder: a folder, not a file; any text file"),
         ("evaluate --factors run", "run: a folder; give run/factors.json"),
         ("export --factors folder", "folder: a folder; give the factors.json of a search"),
         ("evaluate --factors gone.json", "gone.json: cannot be read .*; give the factors.json that a search wrote"),
