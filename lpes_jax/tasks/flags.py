@@ -40,8 +40,10 @@ def name_of(flags: TaskSettings) -> TaskName:
 
 
 def given(flags: TaskSettings) -> dict[str, Any]:
-    """The task settings that the flags set."""
+    """The task settings that the flags set. Raises UserError for a length without a number."""
     found = {name: getattr(flags, name) for name in SETTINGS}
+    if empty := next((name for name in LENGTHS if found[name] == ()), None):
+        raise UserError(f"--{empty.replace('_', '-')} without a number: give one, or remove the flag")
     return {name: value for name, value in found.items() if value is not None and value is not False and value != ()}
 
 

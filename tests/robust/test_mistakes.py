@@ -50,6 +50,8 @@ def refusal(tmp_path, monkeypatch, capsys):
         ("search --algorithm gradient --text short.txt", "--text has no effect: give --text-weight above 0 or"),
         ("search --preset best --text folder", "--text folder: a folder, not a file; give a text file"),
         ("evaluate --task perplexity --data folder", "--data folder: a folder, not a file; any text file"),
+        ("search --num-pairs --key-length 8", "--num-pairs without a number: give one, or remove the flag"),
+        ("evaluate --task needle --num-sentences", "--num-sentences without a number: give one, or remove the flag"),
         ("evaluate --factors run", "run: a folder; give run/factors.json"),
         ("export --factors folder", "folder: a folder; give the factors.json of a search"),
         ("evaluate --factors gone.json", "gone.json: cannot be read .*; give the factors.json that a search wrote"),
