@@ -5,11 +5,11 @@
 
 A shape has random weights, made on the device in their own dtype. Times depend on sizes and not on values, so no setting is
 tuned: Attention Buckets has its seven bases, MoICE an untrained router of as many, Self-Extend groups of 4 beyond 512 tokens,
-ZeroTuning and SEAL one number for all heads, and LPES a factor per layer that rises from 1 to 2. All methods take turns in one
-process on the same random tokens, with the same attention kernel. A figure is the median of the rounds, without the first.
-Memory is what a program needs in addition to weights and prompts. Methods of the same structure and sizes share one compiled
-program, called with other tables; the column `program` numbers the programs. A method with the baseline's number therefore
-costs exactly as much as the baseline.
+ZeroTuning and SEAL one number for all heads, LPES a factor per layer that rises from 1 to 2, and its learnt forms a number
+per frequency. All methods take turns in one process on the same random tokens, with the same attention kernel. A figure is
+the median of the rounds, without the first. Memory is what a program needs in addition to weights and prompts. Methods of the
+same structure and sizes share one compiled program, called with other tables; the column `program` numbers the programs. A
+method with the baseline's number therefore costs exactly as much as the baseline.
 
 Each number of tokens writes one JSON file; existing ones are not measured again. Then tables.md and summary.json are written.
 
@@ -118,6 +118,8 @@ def _normal(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Arr
 def makers(config: LlamaConfig, seed: int) -> dict[str, Maker]:
     """Every method of `python -m lpes_jax.compare`."""
     rising = LayerFactors(np.linspace(1.0, 2.0, config.num_layers))
+    numbers = np.linspace(1.0, 2.0, config.num_layers * (config.rotary_dim // 2)).reshape(config.num_layers, -1)
+    ones = np.ones_like(numbers)
     return {
         BASELINE: lambda config, length: table_method(config.rope_table(length)),
         "uniform": uniform(1.5),
@@ -132,6 +134,9 @@ def makers(config: LlamaConfig, seed: int) -> dict[str, Maker]:
         "hidden_channel": hidden_channel(0),
         "zero_tuning": zero_tuning(0.5),
         "seal": seal(np.full((config.num_layers, config.num_heads), 1.1, np.float32)),
+        "learnt_factors": lpes(LayerFactors(numbers, "layer_band")),
+        "learnt_gains": lpes(LayerFactors(ones, "layer_band", numbers, "layer_band")),
+        "learnt_both": lpes(LayerFactors(numbers, "layer_band", numbers, "layer_band")),
         "lpes": lpes(rising),
     }
 
