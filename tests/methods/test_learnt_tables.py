@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from byte_tokenizer import byte_tokenizer
-from tunings import tuning
+from tunings import questions, tuning
 
 from lpes_jax.compare import METHODS
 from lpes_jax.compare.learning import learn
@@ -14,19 +14,9 @@ from lpes_jax.factors import LayerFactors
 from lpes_jax.methods.learnt_tables import with_table
 from lpes_jax.methods.tables import lpes
 from lpes_jax.scoring import Scorer
-from lpes_jax.tasks.prompts import Prompt, encode
+from lpes_jax.tasks.prompts import encode
 
 KINDS = {"learnt_factors": {"factors"}, "learnt_gains": {"gains"}, "learnt_both": {"factors", "gains"}}
-
-
-def questions(count: int) -> list[Prompt]:
-    """Questions at two positions, whose answer is a letter of the prompt."""
-    rng = np.random.default_rng(0)
-    return [
-        Prompt("".join(rng.choice(list("abcdefgh "), 24)) + " =", (" x",), "x", str(number), position, position // 100, 2)
-        for number in range(count)
-        for position in (0, 100)
-    ]
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -21,7 +21,7 @@ from straight_line import (
     random_model,
     turned,
 )
-from tunings import tuning
+from tunings import questions, tuning
 
 from lpes_jax.compare.learning import learn
 from lpes_jax.errors import UserError
@@ -130,16 +130,6 @@ def test_gradient_equals_finite_differences_in_float64():
 def test_bfloat16_goes_through():
     model = random_model(2)
     assert correlation_in_bfloat16(model, seal(scales_of(4))(model.config, LENGTH)) > 0.99
-
-
-def questions(count: int) -> list[Prompt]:
-    """Questions at two positions, all with one answer."""
-    rng = np.random.default_rng(0)
-    return [
-        Prompt("".join(rng.choice(list("abcdefgh "), 24)) + " =", (" x",), "x", str(number), position, position // 100, 2)
-        for number in range(count)
-        for position in (0, 100)
-    ]
 
 
 def mean_log_p(model: Llama, prompts: list[Prompt]) -> float:
