@@ -66,7 +66,7 @@ SMALL = [
 ALGORITHMS = {
     "ga": (
         *("--control-points", 3, "--population-size", 6, "--parents", 3, "--mutations", 4, "--crossovers", 1),
-        *("--generations", 6),
+        *("--generations", 3),
     ),
     "cma_es": ("--control-points", 3, "--population-size", 6, "--max-evaluations", 30),
     "gradient": ("--curve", "free", "--steps", 24, "--look-every", 1, "--minibatch-size", 4),

@@ -38,9 +38,8 @@ from lpes_jax.methods import (
     zero_tuning,
 )
 from lpes_jax.models.llama import Loaded, load
-from lpes_jax.models.llama.method import Method, table_method
-from lpes_jax.models.llama.model import Llama
-from lpes_jax.prefixes import Batch, pack_rows
+from lpes_jax.models.llama.method import table_method
+from lpes_jax.prefixes import pack_rows
 from lpes_jax.report.html import write_page
 from lpes_jax.report.plots import u_curve
 from lpes_jax.report.progress import SearchProgress
@@ -417,12 +416,16 @@ def _costs(
         ids = [loaded.tokenizer(prompt.text, add_special_tokens=True)["input_ids"] for prompt in asked]
         encoded = [EncodedPrompt(prompt_ids[:-1], [prompt_ids[-1:]]) for prompt_ids in ids]
     batch = pack_rows([(prompt.ids, prompt.answers[0]) for prompt in encoded])
-    programs = {}
+    programs, compiled = {}, {}
     for candidate in candidates:
         method = table_method(model.config.rope_table(batch.tokens.shape[1]))
         if candidate.method is not None:
             method = candidate.method(model.config, batch.tokens.shape[1])
-        programs[candidate.name] = method, *_compiled(model, batch, method)
+        leaves, structure = jax.tree.flatten((model, batch, method))
+        form = structure, *((leaf.shape, leaf.dtype) for leaf in leaves)
+        if form not in compiled:  # tables of other numbers are arguments of the same program
+            compiled[form] = _compiled(structure, leaves)
+        programs[candidate.name] = method, compiled[form], leaves
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     order = np.random.default_rng(0)  # a new order each round, so that no method always follows the same one
     for _ in range(repeats + 1):
@@ -443,14 +446,13 @@ def _costs(
     return costs
 
 
-def _compiled(model: Llama, batch: Batch, method: Method) -> tuple[Any, list[Any]]:
-    """The compiled program of a method, and its arguments: the leaves of all three parameters."""
-    leaves, structure = jax.tree.flatten((model, batch, method))
+def _compiled(structure: Any, leaves: list[Any]) -> Any:
+    """The compiled program that scores; its arguments are the leaves of model, batch and method."""
 
     def scores(*leaves: Any) -> Any:
         return batch_scores(*jax.tree.unflatten(structure, leaves))
 
-    return jax.jit(scores).lower(*leaves).compile(), leaves
+    return jax.jit(scores).lower(*leaves).compile()
 
 
 def _write(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from descents import haystacks, looks_of
+from selection import mostly_long
 
 import lpes_jax as lj
 from lpes_jax.mesh import make_mesh
@@ -67,7 +68,14 @@ def test_eight_devices_measure_the_divergence_of_text_as_one(model_folder: Path)
     assert one.text_divergence[0] > 0.01
 
 
-def test_what_is_mapped_over_devices_has_elements(model_folder: Path, tmp_path: Path):
+OF_SPACES = {
+    "both": {"curve": "free", "granularity": "layer_band", "bands": 4, "learn": "both"},
+    "shared": {"curve": "shared"},
+}
+
+
+@pytest.mark.parametrize("flags", mostly_long(OF_SPACES, "both"))
+def test_what_is_mapped_over_devices_has_elements(model_folder: Path, tmp_path: Path, flags: str):
     # On GPUs, XLA's Shardy pass crashes on an operand of a shard_map, or a constant in it, that has none.
     model, prompts = lj.load_model(str(model_folder), "float32"), haystacks([3, 4])
     text = jnp.arange(120, dtype=jnp.int32).reshape(3, 40)
@@ -76,11 +84,10 @@ def test_what_is_mapped_over_devices_has_elements(model_folder: Path, tmp_path: 
     jax.config.update("jax_dump_ir_to", str(tmp_path))
     try:
         jax.clear_caches()
-        for flags in ({"curve": "free", "granularity": "layer_band", "bands": 4, "learn": "both"}, {"curve": "shared"}):
-            space = search_space(SearchSettings.of(algorithm="gradient", **flags), model.config, range(3))
-            parameters, project, values = box_parameters(GradientSettings(), space)
-            apply = factors_applied(space, values, model.config.rope_table(96))
-            looks_of((put_model(model, make_mesh()), train, train, parameters, apply, project), sizes, kept)
+        space = search_space(SearchSettings.of(algorithm="gradient", **OF_SPACES[flags]), model.config, range(3))
+        parameters, project, values = box_parameters(GradientSettings(), space)
+        apply = factors_applied(space, values, model.config.rope_table(96))
+        looks_of((put_model(model, make_mesh()), train, train, parameters, apply, project), sizes, kept)
         Scorer(model, prompts, mesh=make_mesh())(np.ones((3, 3)))
     finally:
         jax.config.update("jax_dump_ir_to", "")
@@ -91,5 +98,5 @@ def test_what_is_mapped_over_devices_has_elements(model_folder: Path, tmp_path: 
         for line in path.read_text(errors="replace").splitlines()
         if "sdy.manual_computation" in line
     ]
-    assert len(mapped) > 5
+    assert len(mapped) > 3
     assert not [line for line in mapped if re.search(r"tensor<(\d+x)*0x", line)]

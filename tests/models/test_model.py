@@ -39,9 +39,9 @@ def exact_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, window: int | N
 
 
 def qkv(batch: int, length: int, heads: int, kv_heads: int, head_dim: int, dtype=jnp.float32) -> list[jax.Array]:
-    keys = jax.random.split(jax.random.key(length), 3)
+    rng = np.random.default_rng(length)  # not JAX's: it would compile a program for each shape
     shapes = [(batch, length, count, head_dim) for count in (heads, kv_heads, kv_heads)]
-    return [2 * jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
+    return [jnp.asarray(2 * rng.standard_normal(shape, np.float32), dtype) for shape in shapes]
 
 
 def table_of(model: lj.Llama, factors=None, granularity="layer") -> RopeTable:

@@ -27,7 +27,8 @@ GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "history.json"
 TOLERANCE = 5e-5
 ROUNDED = 2e-4  # of the log-likelihoods by position, which the history has with four digits; as a fitness they have nine
 SMALL = {
-    **{"num_pairs": 4, "key_length": 8, "limit": 4, "test_limit": 1, "uniform_candidates": 1, "seed": 7},
+    **{"num_pairs": 4, "key_length": 8, "limit": 3, "test_limit": 1, "uniform_candidates": 1, "seed": 7},
+    **{"search_positions": (0, 100), "weights": (0.4, 0.6)},
     **{"min_factor": 1.1, "max_factor": 1.2, "initial_factor": 1.15, "control_points": 3, "positions": (0,)},
 }
 # Factors of 1.1 to 1.2 in all layers break the model for some questions and not for others. Where individuals answer the same
