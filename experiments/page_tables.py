@@ -137,11 +137,12 @@ def changes_qwen() -> str:
         "mdqa, mdqa10_rows_2155_2454": "10 retrieved documents",
         "mdqa, gold document alone": "only the gold document",
     }
-    return _changes("gains/qwen05_kl", {name: name for name in ("factors", "gains", "both")}, titles)
+    methods = {name: name for name in ("factors", "gains", "both")} | {"norm_gain": "norm gains"}
+    return _changes("gains/qwen05_kl", methods, titles)
 
 
 def changes_qwen_15() -> str:
-    """Changes of Qwen2.5-Coder-1.5B, one seed of both."""
+    """Changes of Qwen2.5-Coder-1.5B, one seed."""
     titles = {
         "kv, 100 pairs": "100 key-value pairs (searched)",
         "kv, 200 pairs": "200 key-value pairs",
@@ -149,7 +150,7 @@ def changes_qwen_15() -> str:
         "mdqa, mdqa10_rows_2155_2454": "10 retrieved documents",
         "mdqa, gold document alone": "only the gold document",
     }
-    return _changes("gains/qwen15_kl", {"both": "both"}, titles)
+    return _changes("gains/qwen15_kl", {name: name for name in ("gains", "both")}, titles)
 
 
 def text_smollm2() -> str:
@@ -392,6 +393,23 @@ def table11() -> str:
     return table(["", *folders], rows)
 
 
+def table11_gains() -> str:
+    """The same with curves of gains, and by position."""
+    grid = summary("table11_gradient_vs_ga/smollm2_gains")["grid"]
+    found = {"baseline": grid["controls"]["baseline"]} | {
+        title.removeprefix("bezier, ").replace("[0.5, 2] from 1: ", "factors: ").replace(" in [0.2, 4] from 1", ""): entry["figures"]
+        for title, entry in grid.items()
+        if title.endswith(("GA, accuracy", "GA, log-likelihood", "the GA's prompts"))
+    }
+    rows = []
+    for title, seeds in found.items():
+        by_position = [100 * np.mean([seed["acc_by_position"][position] for seed in seeds]) for position in ("0", "50", "100")]
+        better = sum(seed["acc,none"] > own["acc,none"] for seed, own in zip(seeds, found["baseline"], strict=True))
+        rows.append([title.replace(", factors in [0.5, 2]", ""), over_seeds(seeds), *(f"{value:.1f}" for value in by_position)])
+        rows[-1].append("" if title == "baseline" else f"{better} of {len(seeds)}")
+    return table(["", "mean ± over seeds", "0 %", "50 %", "100 %", "seeds above the baseline"], rows)
+
+
 def table11_appendix() -> str:
     """The paper's gradient baseline."""
     rows = []
@@ -616,7 +634,7 @@ TABLES: dict[str, Callable[[], str]] = {
     for function in (
         *(results, changes_smollm2, changes_qwen, changes_qwen_15, text_smollm2, controls, transfer),
         *(table01, table01_by_position, table02, table03, table04, table05, table06, table06_smollm2, table07, table08),
-        *(table10, table11, table11_appendix, table15, table16, table17, figure05, slips, uniform_sweep),
+        *(table10, table11, table11_gains, table11_appendix, table15, table16, table17, figure05, slips, uniform_sweep),
         *(bundled, presets, demo, sizes, scaling, shared_prefixes, memory_plan, memory_measured, eight_bits),
     )
 }

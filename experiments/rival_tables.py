@@ -16,10 +16,11 @@ MODELS = {"SmolLM2-135M": "smollm2", "Qwen2.5-Coder-0.5B": "qwen2.5_coder_0.5b"}
 TITLES = METHODS | {
     "zero_tuning": "ZeroTuning",
     "seal": "SEAL",
-    "learnt_factors": "LPES's factors, learnt here",
+    "learnt_factors": "factors, learnt here",
     "learnt_gains": "gains, learnt here",
     "learnt_both": "factors and gains, learnt here",
 }
+MIXTURE = {"lpes": "factors and gains of the mixture"}
 LEVEL = 0.05
 
 
@@ -31,6 +32,16 @@ def rivals_smollm2() -> str:
 def rivals_qwen() -> str:
     """The same on Qwen2.5-Coder-0.5B."""
     return _accuracies("qwen2.5_coder_0.5b")
+
+
+def rivals_learnt_smollm2() -> str:
+    """LPES and SEAL learnt from the same questions, and the zoo's factors and gains of a mixture."""
+    return _accuracies("smollm2_learnt", MIXTURE)
+
+
+def rivals_learnt_qwen() -> str:
+    """The same on Qwen2.5-Coder-0.5B."""
+    return _accuracies("qwen2.5_coder_0.5b_learnt", MIXTURE)
 
 
 def rivals_costs() -> str:
@@ -46,12 +57,12 @@ def rivals_costs() -> str:
     return table(["", "passes per token", *times, *memories], rows)
 
 
-def _accuracies(folder: str) -> str:
-    record = _record(folder)
+def _accuracies(folder: str, names: dict[str, str] | None = None) -> str:
+    record, titles = _record(folder), TITLES | (names or {})
     columns = {f"{record['tuned_task']} (tuned)": record["methods"]} | {
         _short(task["title"]): task["methods"] for task in record["other_tasks"]
     }
-    rows = [[TITLES[method], *(_cell(methods[method]) for methods in columns.values())] for method in record["methods"]]
+    rows = [[titles[method], *(_cell(methods[method]) for methods in columns.values())] for method in record["methods"]]
     return table(["", *columns], rows)
 
 
@@ -72,4 +83,5 @@ def _record(folder: str) -> dict[str, Any]:
     return json.loads((RESULTS / folder / "results.json").read_text(encoding="utf-8"))
 
 
-TABLES: dict[str, Callable[[], str]] = {function.__name__: function for function in (rivals_smollm2, rivals_qwen, rivals_costs)}
+FUNCTIONS = (rivals_smollm2, rivals_qwen, rivals_learnt_smollm2, rivals_learnt_qwen, rivals_costs)
+TABLES: dict[str, Callable[[], str]] = {function.__name__: function for function in FUNCTIONS}

@@ -40,6 +40,10 @@ COMMITTED: dict[str, tuple[str, dict[str, Any]]] = {  # folder: its spec, and th
     "strategies/tiny_retriever": ("strategies", TINY | {"limit": 30, "test_limit": 200, "seeds": (0,)}),
     "uniform_sweep/tiny_retriever": ("uniform_sweep", TINY | {"limit": None, "seeds": (0,)}),
     "table11_gradient_vs_ga/smollm2_kv": ("table11_gradient_vs_ga", {"num_pairs": 5, "limit": 25, "test_limit": 150}),
+    "table11_gradient_vs_ga/smollm2_gains": (
+        "table11_gradient_vs_ga",
+        {"num_pairs": 5, "limit": 25, "test_limit": 150, "curves": ("bezier",), "boxes": ("wide", "gains", "both")},
+    ),
     "table11_gradient_vs_ga/qwen_kv": ("table11_gradient_vs_ga", {"model": QWEN, "limit": 12, "test_limit": 150}),
     "table11_gradient_vs_ga/qwen_mdqa": (
         "table11_gradient_vs_ga",

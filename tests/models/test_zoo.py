@@ -160,6 +160,7 @@ def test_our_factors_are_those_of_the_cards():
         ("smollm2-135m-instruct", "both-mixture", "smollm2_kl", "both_seed0"),
         ("qwen2.5-coder-0.5b-instruct", "gains-mixture", "qwen05_kl", "gains_seed0"),
         ("qwen2.5-coder-0.5b-instruct", "both-mixture", "qwen05_kl", "both_seed0"),
+        ("qwen2.5-coder-1.5b-instruct", "gains-mixture", "qwen15_kl", "gains_seed0"),
         ("qwen2.5-coder-1.5b-instruct", "both-mixture", "qwen15_kl", "both_seed0"),
     ],
 )
