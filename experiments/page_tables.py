@@ -153,6 +153,19 @@ def changes_qwen_15() -> str:
     return _changes("gains/qwen15_kl", {name: name for name in ("gains", "both")}, titles)
 
 
+def mmlu_qwen_15() -> str:
+    """MMLU with gains and with both on Qwen2.5-Coder-1.5B."""
+    rows = []
+    for title, name in {"gains": "mmlu_gains", "both": "mmlu"}.items():
+        methods = record(f"gains/qwen15_kl/{name}.json")["methods"]
+        against = methods["factors"]["against_baseline"]
+        low, high = against["interval"]
+        change = f"{100 * against['difference']:+.1f}<br>({100 * low:+.1f} to {100 * high:+.1f})"
+        questions = record(f"gains/qwen15_kl/{name}.json")["n-samples"]["mmlu"]["effective"]
+        rows.append([title, str(questions), f"{100 * methods['baseline']['acc,none']:.1f}", change])
+    return table(["", "questions", "as it is", "change"], rows)
+
+
 def text_smollm2() -> str:
     """The change of plain text's loss, in nats per token."""
     found, methods = summary("gains/smollm2_kl"), ("factors", "gains", "both")
@@ -632,7 +645,7 @@ def eight_bits() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
-        *(results, changes_smollm2, changes_qwen, changes_qwen_15, text_smollm2, controls, transfer),
+        *(results, changes_smollm2, changes_qwen, changes_qwen_15, mmlu_qwen_15, text_smollm2, controls, transfer),
         *(table01, table01_by_position, table02, table03, table04, table05, table06, table06_smollm2, table07, table08),
         *(table10, table11, table11_gains, table11_appendix, table15, table16, table17, figure05, slips, uniform_sweep),
         *(bundled, presets, demo, sizes, scaling, shared_prefixes, memory_plan, memory_measured, eight_bits),
