@@ -409,16 +409,17 @@ def table11() -> str:
 def table11_gains() -> str:
     """The same with curves of gains, and by position."""
     grid = summary("table11_gradient_vs_ga/smollm2_gains")["grid"]
-    found = {"baseline": grid["controls"]["baseline"]} | {
-        title.removeprefix("bezier, ").replace("[0.5, 2] from 1: ", "factors: ").replace(" in [0.2, 4] from 1", ""): entry["figures"]
-        for title, entry in grid.items()
-        if title.endswith(("GA, accuracy", "GA, log-likelihood", "the GA's prompts"))
-    }
+    found = {"baseline": grid["controls"]["baseline"]}
+    for title, entry in grid.items():
+        if title.endswith(("GA, accuracy", "GA, log-likelihood", "the GA's prompts")):
+            box, _, optimiser = title.removeprefix("bezier, ").partition(": ")
+            kind = next((kind for kind in ("gains", "both") if box.startswith(kind)), "factors")
+            found[f"{kind}: {optimiser}"] = entry["figures"]
     rows = []
     for title, seeds in found.items():
         by_position = [100 * np.mean([seed["acc_by_position"][position] for seed in seeds]) for position in ("0", "50", "100")]
         better = sum(seed["acc,none"] > own["acc,none"] for seed, own in zip(seeds, found["baseline"], strict=True))
-        rows.append([title.replace(", factors in [0.5, 2]", ""), over_seeds(seeds), *(f"{value:.1f}" for value in by_position)])
+        rows.append([title, over_seeds(seeds), *(f"{value:.1f}" for value in by_position)])
         rows[-1].append("" if title == "baseline" else f"{better} of {len(seeds)}")
     return table(["", "mean ± over seeds", "0 %", "50 %", "100 %", "seeds above the baseline"], rows)
 
