@@ -153,7 +153,7 @@ AGREEING: dict[str, Maker] = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_long(AGREEING, "lpes-dynamic", "buckets-probabilities"))
+@pytest.mark.parametrize("name", mostly_long(AGREEING, "buckets-probabilities"))
 def test_scoring_generation_and_nll_agree(model, name):
     """A method scores its own generated text as right, with the sum of its tokens' log-likelihoods."""
     config, prompts = replace(model.config, max_position_embeddings=16), prompts_of(24, 11)  # beyond its window

@@ -41,7 +41,7 @@ def without_cache(
 
 
 @pytest.mark.parametrize("factors", [None, lj.LayerFactors(np.array(FACTORS))], ids=["plain", "factors"])
-@pytest.mark.parametrize("lengths", mostly_long([(31,), (32,), (33,), (5, 33, 17, 1)], (33,), (5, 33, 17, 1)), ids=str)
+@pytest.mark.parametrize("lengths", mostly_long([(31,), (32,), (33,), (5, 33, 17, 1)], (5, 33, 17, 1)), ids=str)
 def test_cache_equals_full_recompute(tiny_model, lengths, factors):
     prompts = prompts_of(*lengths)
     values = None if factors is None else factors.factors

@@ -344,7 +344,7 @@ def test_gradient_in_the_factors_equals_finite_differences(tiny_model, granulari
     tokens, config = tokens_of(2, 24), tiny_model.config
     factors = {"layer": np.array([1.1, 1.5, 1.9]), "layer_group_band": np.linspace(1.0, 2.0, 24).reshape(3, 2, 4)}[granularity]
     with jax.enable_x64(True):
-        model = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), tiny_model)
+        model = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf, np.float64)), tiny_model)
         inv_freq = inverse_frequencies(config.rope, config.head_dim).astype(jnp.float64)
 
         @jax.jit

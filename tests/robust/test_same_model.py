@@ -257,14 +257,15 @@ KNOWN = st.sampled_from(
 )
 
 
+TOKENIZER = byte_tokenizer()
+
+
 @given(JSON | st.dictionaries(KNOWN, JSON, max_size=5), JSON | st.dictionaries(KNOWN, JSON, max_size=5))
 def test_no_record_of_a_model_ends_in_a_traceback(tmp_path_factory, model, rope):
     config = LlamaConfig(300, 48, 96, 3, 6, 2, 8, 1e-5, 512, RopeParameters(10_000.0))
     path = written(tmp_path_factory.getbasetemp() / "any.json", model=model, rope=rope)
     try:
-        record = check_model(
-            LayerFactors.load(path), config, tokenizer=byte_tokenizer(), sha256="ab", where=str(path), quiet=True
-        )
+        record = check_model(LayerFactors.load(path), config, tokenizer=TOKENIZER, sha256="ab", where=str(path), quiet=True)
     except lj.UserError as refusal:
         assert str(path) in str(refusal)
     else:

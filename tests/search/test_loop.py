@@ -22,7 +22,6 @@ from lpes_jax.factors import read_json
 from lpes_jax.finite import first_bad_layer
 from lpes_jax.models.llama import Llama, LlamaConfig
 from lpes_jax.scores import Scores
-from lpes_jax.scoring import Scorer
 from lpes_jax.search import loop
 from lpes_jax.search.genetic import PaperGA
 from lpes_jax.search.loop import search
@@ -281,8 +280,8 @@ def test_other_questions_in_the_same_file_are_refused(tmp_path, guesser, tokeniz
     assert history_of(settings.run.output_path) == history
 
 
-class BrokenAbove(Scorer):
-    """Likelihoods are not finite for factors with a mean above `limit`, alternately NaN and infinite."""
+class BrokenAbove(Analytic):
+    """By formula; likelihoods are not finite for factors with a mean above `limit`, alternately NaN and infinite."""
 
     limit: float
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from selection import mostly_long
+from selection import drawn, mostly_long
 from tiny_gguf import GROUPS, HEAD_DIM, HEADS, HIDDEN, Kind, block_scales, random_blocks, tensors_of, write_model
 
 from lpes_jax.api import logits
@@ -144,7 +144,7 @@ def original(request, tmp_path_factory):
     return request.param, source, load_llama(open_checkpoint(source), "float32")
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=drawn(6), deadline=None)
 @given(st.data())
 def test_the_weights_are_those_that_folding_gives(original, data):
     """Any gains of any granularity, with 0 among them, as `fold_gains` puts them into the loaded model."""
