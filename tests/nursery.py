@@ -72,8 +72,8 @@ ALGORITHMS = {
         *("--control-points", 3, "--population-size", 6, "--parents", 3, "--mutations", 4, "--crossovers", 1),
         *("--generations", 3),
     ),
-    "cma_es": ("--control-points", 3, "--population-size", 6, "--max-evaluations", 30),
-    "gradient": ("--curve", "free", "--steps", 24, "--look-every", 1, "--minibatch-size", 4),
+    "cma_es": ("--control-points", 3, "--population-size", 6, "--max-evaluations", 18),
+    "gradient": ("--curve", "free", "--steps", 12, "--look-every", 1, "--minibatch-size", 4),
 }
 
 

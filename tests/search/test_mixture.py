@@ -201,10 +201,10 @@ def test_lengths_of_a_range_are_log_uniform_and_their_own(folder, name):
             assert prompt.answers == task.longest.prompt(longest_example, 0).answers  # the question is that of the longest
     if name != "mdqa":
         assert examples[:20] == task.examples("search", 20, 3) and examples != task.examples("search", 60, 4)
-        lengths = Counter(example.length for example in task.examples("search", 2000, 0))
+        lengths = Counter(example.length for example in task.examples("search", 1000, 0))
         assert set(lengths) == set(range(4, 16))
         for low, high in ((4, 7), (8, 15)):  # each doubling has as many
-            assert sum(lengths[n] for n in range(low, high + 1)) == pytest.approx(1000, abs=80)
+            assert sum(lengths[n] for n in range(low, high + 1)) == pytest.approx(500, abs=60)
 
 
 def test_prompts_of_many_lengths_have_few_shapes():

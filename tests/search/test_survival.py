@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from nursery import Nursery, left, lines, log, wait_for
 
-KILLS = {"ga": 2, "cma_es": 3, "gradient": 3}
+KILLS = 2
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def undisturbed(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> C
 def test_a_search_killed_at_random_moments_is_the_undisturbed_one(nursery, undisturbed, tmp_path, algorithm):
     run, draw = tmp_path / "run", random.Random(f"kills of {algorithm}")
     whole = lines(undisturbed(algorithm))
-    moments = sorted(draw.uniform(0, 0.8 * whole) for _ in range(KILLS[algorithm]))
+    moments = sorted(draw.uniform(0, 0.8 * whole) for _ in range(KILLS))
     for number, moment in enumerate(moments):
         pid = nursery.start(run, algorithm, *(["--resume"] if number else []))
         wait_for(run, max(1, int(moment)))
