@@ -58,6 +58,7 @@ class Parser(Generic[Flags]):
         if defaults != self.defaults:
             given, hosts = self._settings(defaults, arguments)
         _check_paths(given)
+        _check_effect(given, defaults)
         return Parsed(given, hosts, defaults)
 
     def help(self, arguments: Sequence[str]) -> str | None:
@@ -150,6 +151,19 @@ def _columns(count: int) -> Iterator[None]:
         os.environ.pop("COLUMNS")
         if before is not None:
             os.environ["COLUMNS"] = before
+
+
+def _check_effect(given: Settings, defaults: Settings) -> None:
+    """Raise UserError for a flag that has no effect with another one. The flags of a task are checked by `make_task`."""
+    chosen, own, others = given.chosen(), given.flat(), defaults.flat()
+    for name, conditions in given.conditions().items():
+        if own[name] == others[name]:
+            continue
+        for deciding, values in conditions.items():
+            found = chosen[deciding] if isinstance(chosen[deciding], tuple) else (chosen[deciding],)
+            if deciding != "task" and not set(found) & set(values):
+                flag, other = (f"--{part.replace('_', '-')}" for part in (name, deciding))
+                raise UserError(f"{flag} has no effect with {other} {' '.join(map(str, found))}; remove it, or change {other}")
 
 
 def _check_paths(flags: Settings) -> None:

@@ -1,7 +1,7 @@
 """The short `--help`: the flags of the chosen task and algorithm, and those that every run needs, one per line.
 
-The definition of a flag says when it is shown (lpes_jax/settings/tree.py: `when`, `rare`). tyro prints `--help-all`, which
-shows all flags.
+The definition of a flag says when it is shown (lpes_jax/settings/tree.py: `when`, `shown`, `rare`). tyro prints
+`--help-all`, which shows all flags.
 """
 
 import ast
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lpes_jax.settings import Settings
-from lpes_jax.settings.tree import RARE, WHEN
+from lpes_jax.settings.tree import RARE, SHOWN, WHEN
 
 _COLUMN = 30  # the column in which the text of a flag begins
 _EXAMPLES = 2
@@ -73,7 +73,7 @@ def sections(defaults: Settings, given: Settings) -> list[tuple[str, list[Line]]
 def _is_shown(metadata: Mapping[str, Any], chosen: Mapping[str, Any]) -> bool:
     if metadata.get(RARE):
         return False
-    for name, values in metadata.get(WHEN, {}).items():
+    for name, values in (metadata.get(WHEN, {}) | metadata.get(SHOWN, {})).items():
         given = chosen[name] if isinstance(chosen[name], tuple) else (chosen[name],)
         if not set(given) & set(values):
             return False

@@ -104,3 +104,11 @@ def test_a_preset_gives_way_to_what_is_named_also_where_that_is_the_default(name
         assert preset(name).flat()[flag] == value
         assert preset(name, **{flag: defaults[flag]}).flat()[flag] == defaults[flag]
     assert SearchSettings.of(preset=name) == preset(name) and preset(name).run.preset == name
+
+
+def test_a_flag_with_conditions_has_those_of_its_group_and_its_own():
+    found = SearchSettings().conditions()
+    assert found["steps"] == {"algorithm": ("gradient",)} and "seed" not in found
+    assert found["bands"] == {"granularity": ("layer_band", "layer_group_band")}
+    assert found["parents"] == found["population_size"] and "gradient" not in found["parents"]["algorithm"]
+    assert "min_factor" not in found  # bounds the uniform factor, whatever is learnt

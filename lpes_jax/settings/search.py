@@ -21,7 +21,7 @@ from lpes_jax.settings.groups import (
     TaskSettings,
     TextFileSettings,
 )
-from lpes_jax.settings.tree import Settings, rare, when
+from lpes_jax.settings.tree import Settings, rare, shown, when
 
 DEFAULT_WINDOW = 512  # of --text-window; a model with a shorter window uses its own length
 PRESETS: dict[str, dict[str, Any]] = {
@@ -136,9 +136,9 @@ class SpaceSettings(Settings):
     layers: str = rare(":")
     """Layers that are scaled, as a slice; 2: skips the first two.
     The authors' released code does not scale the first two."""
-    min_factor: float = when(0.5, learn=("factors", "both"))
+    min_factor: float = shown(0.5, learn=("factors", "both"))
     """Lowest factor."""
-    max_factor: float = when(2.0, learn=("factors", "both"))
+    max_factor: float = shown(2.0, learn=("factors", "both"))
     """Highest factor."""
     initial_factor: float = rare(1.0)
     """Factor of the first individual's control points (Eq. 8)."""
@@ -172,11 +172,11 @@ class GeneticSettings(Settings):
 
     population_size: int = 32
     """Individuals of generation 0 (N_ps)."""
-    parents: int = when(12, algorithm="ga")
+    parents: int = shown(12, algorithm="ga")
     """Individuals that breed (N_pa)."""
-    mutations: int = when(16, algorithm="ga")
+    mutations: int = shown(16, algorithm="ga")
     """Mutants per generation (N_mu)."""
-    crossovers: int = when(4, algorithm="ga")
+    crossovers: int = shown(4, algorithm="ga")
     """Offspring per generation by crossover (N_cr).
     Both children of each pair are scored."""
     crossover_tries: int = rare(4)
@@ -187,9 +187,9 @@ class GeneticSettings(Settings):
     """Largest change of y (and of a gain) in a mutation (M_y)."""
     mutation_rate: float = rare(1.0)
     """Probability that a mutation moves a control point."""
-    generations: int = when(20, algorithm="ga")
+    generations: int = shown(20, algorithm="ga")
     """Generations after the first (T)."""
-    max_evaluations: int | None = when(None, algorithm=(RANDOM, *EVOSAX))
+    max_evaluations: int | None = shown(None, algorithm=(RANDOM, *EVOSAX))
     """End after this many individuals were scored by the model.
     Regardless of --generations. Default for all but ga: as many as the GA with these settings makes."""
     race: bool = rare(False)

@@ -13,13 +13,24 @@ import dataclasses
 from typing import Any, TypeVar
 
 SettingsTree = TypeVar("SettingsTree", bound="Settings")
-WHEN, RARE = "when", "rare"  # in the metadata of a field
+WHEN, SHOWN, RARE = "when", "shown", "rare"  # in the metadata of a field
 
 
 def when(default: Any, **flags: str | tuple[str, ...]) -> Any:
-    """A flag or group that `--help` shows if each of `flags` has the given value, or one of the given values."""
-    values = {name: (value,) if isinstance(value, str) else value for name, value in flags.items()}
-    return dataclasses.field(default=default, metadata={WHEN: values})
+    """A flag or group for certain values of others: each of `flags` has the given value, or one of the given values.
+
+    With other values `--help` does not show it, and giving it is refused, because it has no effect.
+    """
+    return dataclasses.field(default=default, metadata={WHEN: _values(flags)})
+
+
+def shown(default: Any, **flags: str | tuple[str, ...]) -> Any:
+    """The same for a flag that has an effect with other values too: only `--help` leaves it out."""
+    return dataclasses.field(default=default, metadata={SHOWN: _values(flags)})
+
+
+def _values(flags: dict[str, str | tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    return {name: (value,) if isinstance(value, str) else value for name, value in flags.items()}
 
 
 def rare(default: Any) -> Any:
@@ -55,6 +66,17 @@ class Settings:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             found |= value.flat() if isinstance(value, Settings) else {field.name: value}
+        return found
+
+    def conditions(self) -> dict[str, dict[str, tuple[str, ...]]]:
+        """The flags that have an effect only with some values of others: by name, the values of each of these (`when`)."""
+        found: dict[str, dict[str, tuple[str, ...]]] = {}
+        for field in dataclasses.fields(self):
+            value, own = getattr(self, field.name), field.metadata.get(WHEN, {})
+            below: dict[str, dict[str, tuple[str, ...]]] = {field.name: {}}
+            if isinstance(value, Settings):
+                below = dict.fromkeys(value.flat(), {}) | value.conditions()
+            found |= {name: own | conditions for name, conditions in below.items() if own or conditions}
         return found
 
     def defaults_with(self: SettingsTree, given: Any) -> SettingsTree:
