@@ -44,7 +44,7 @@ class GridFlags:
     """Folder of the cells, tables.md and summary.json."""
     model: str = "smollm2-135m-instruct"
     """A name in models/zoo, a folder in Hugging Face layout, a .gguf file, or a Hugging Face hub id."""
-    preset: Literal["paper", "default", "quick"] = "paper"
+    preset: Literal["paper", "default", "quick", "best"] = "paper"
     """The preset of `python -m lpes_jax.search`."""
     task: Literal["kv", "mdqa"] = "kv"
     """kv: generated key-value pairs; mdqa: needs --data, with other questions' documents as distractors."""

@@ -1,0 +1,55 @@
+"""The experiment on pruned numbers: overlaps with known answers, and cells that are searches of their own."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lpes_jax.search.checks import check
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "experiments"))
+import prune  # noqa: E402
+
+
+def mask(numbers: str) -> np.ndarray:
+    return np.array([number == "1" for number in numbers])
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "found"),
+    [
+        ("1100", "1100", (1.0, 1 / 3)),  # two of two; by chance 2 * 2 / 4 = 1 of 3
+        ("1100", "0110", (1 / 3, 1 / 3)),
+        ("1100", "0011", (0.0, 1 / 3)),
+        ("1111", "1111", (1.0, 1.0)),
+        ("0000", "0000", (1.0, 1.0)),
+        ("1000", "0000", (0.0, 0.0)),
+    ],
+)
+def test_overlaps_that_are_known(first, second, found):
+    assert prune.overlap(mask(first), mask(second)) == pytest.approx(found)
+    assert prune.overlap(mask(second), mask(first)) == pytest.approx(found)
+
+
+def test_random_sets_overlap_as_much_as_by_chance():
+    rng, size = np.random.default_rng(0), 2000
+    measured, chance = prune.overlap(rng.random(size) < 0.3, rng.random(size) < 0.3)
+    assert measured == pytest.approx(chance, abs=0.03)
+
+
+def test_each_strength_task_and_seed_is_a_search_of_its_own():
+    s = prune.Settings(strengths=(0.0, 0.3), seeds=(0, 1))
+    cells = [prune.cell(s, *cell) for cell in prune.all_cells(s)]
+    for cell in cells:
+        check(cell)
+    assert len({json.dumps(cell.flat(), default=str) for cell in cells}) == len(cells) == 8
+    assert {(cell.task.task, cell.task.subset, cell.gradient.prune) for cell in cells} == {
+        (task, subset, strength) for task, subset in (("kv", None), ("niah", "multikey_2")) for strength in (0.0, 0.3)
+    }
+    assert all(cell.space.learn == "gains" and cell.text.text_weight == 0 for cell in cells)
+
+
+def test_numbers_that_differ_from_1():
+    assert prune.differs([[1.0, 1.0000001], [None, 0.5]]).tolist() == [[False, True], [True, True]]
