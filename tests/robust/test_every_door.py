@@ -306,9 +306,9 @@ class Compare(Verb):
         text = folders.out / "learnt.txt"  # else the model would write some
         text.parent.mkdir(exist_ok=True)
         text.write_text("The boat left the port with salt and grain. " * 99)
-        method_flags = {"router_steps": 1, "router_batch": 1, "text": text}
-        names = ("moice", "seal", "uniform", "hidden_channel", "zero_tuning")
-        return [flags(self.settings | method_flags | {"methods": (name,), "limit": 2}) for name in names]
+        router = {"router_steps": 1, "router_batch": 1, "text": text}
+        own = {"moice": router} | dict.fromkeys(("seal", "uniform", "hidden_channel", "zero_tuning"), {})
+        return [flags(self.settings | more | {"methods": (name,), "limit": 2}) for name, more in own.items()]
 
     def ends(self, folders: Folders, said: Callable[[], str]) -> None:
         settings = self.settings | GENERATED | {"methods": ("baseline",)}
