@@ -58,7 +58,7 @@ _GROWTH = 1.3  # seconds of a block are assumed to grow as tokens to this power,
 def make_task(name: ProfileTask, key_length: int | None = None) -> Any:
     """A task of the grid, of any length."""
     if name == "kv":
-        return KeyValue(QUESTIONS, key_length, queries_per_haystack=QUESTIONS)
+        return KeyValue(QUESTIONS + 1, key_length, queries_per_haystack=QUESTIONS)
     if name == "vt":
         return VariableTracking(placing="together", answer_opener="")
     return Niah(name, queries_per_haystack=QUESTIONS if name.startswith("multikey") else 1)

@@ -55,7 +55,8 @@ class TaskSettings(Settings):
     queries_per_haystack: int | None = when(None, task=("kv", "mdqa", "niah"))
     """Questions that share a haystack at each position (default 1).
     With 1 the pair, document or line moves. Above 1 the haystack stays fixed and its prefix is shared; the questions ask for
-    the items nearest to the position. mdqa: needs --distractors random; niah: multikey_2 and multikey_3."""
+    the items nearest to the position, whose score is the mean over them. mdqa: needs --distractors random; niah: multikey_2 and
+    multikey_3."""
     query_aware: bool = when(False, task=("kv", "mdqa"))
     """Repeat the question before the data."""
     num_documents: Length | tuple[Length, ...] | None = when(None, task="mdqa")

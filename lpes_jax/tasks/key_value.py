@@ -112,10 +112,10 @@ class KeyValue(Generation):
                 )
         if self.data is not None and not self.data.is_file():
             raise UserError(f"--data {self.data}: no such file; remove --data to generate the pairs")
-        if not 1 <= self.queries_per_haystack <= self.num_pairs:
+        if not 1 <= self.queries_per_haystack <= max(1, self.num_pairs - 1):
             raise UserError(
-                f"--queries-per-haystack {self.queries_per_haystack}: must be from 1 to --num-pairs, {self.num_pairs}, because "
-                "each prompt asks for one of the pairs"
+                f"--queries-per-haystack {self.queries_per_haystack}: must be from 1 to one below --num-pairs "
+                f"({self.num_pairs}); otherwise every position would ask about all pairs"
             )
         if self.queries_per_haystack > 1 and self.key_length is not None and 4 * self.num_pairs > 16**self.key_length:
             raise UserError(

@@ -159,10 +159,10 @@ class Niah(Recall):
             raise UserError(f"--num-keys: --subset {self.subset} has RULER's number of needles; remove --num-keys")
         if self.queries_per_haystack > 1 and self._variant.haystack != "needles":
             raise UserError("--queries-per-haystack above 1 is for --subset multikey_2 and multikey_3")
-        if self.queries_per_haystack > self.num_lines + 1:
+        if not 1 <= self.queries_per_haystack <= max(1, self.num_lines):
             raise UserError(
-                f"--queries-per-haystack {self.queries_per_haystack}: must be from 1 to one above --num-lines, "
-                f"{self.num_lines + 1}, because each prompt asks for one of the lines"
+                f"--queries-per-haystack {self.queries_per_haystack}: must be from 1 to --num-lines ({self.num_lines}); "
+                "otherwise every position would ask about all lines"
             )
 
     @property

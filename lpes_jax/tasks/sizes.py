@@ -73,9 +73,9 @@ def without_haystack(task: Any) -> Any:
 def _fewest(task: Any) -> int:
     match task:
         case KeyValue():
-            return task.queries_per_haystack
+            return task.queries_per_haystack + (task.queries_per_haystack > 1)
         case Niah():
-            return task.queries_per_haystack - 1
+            return task.queries_per_haystack if task.queries_per_haystack > 1 else 0
         case VariableTracking() if task.placing == "spread":
             return task.num_hops + 1
         case Needle():

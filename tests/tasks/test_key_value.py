@@ -208,7 +208,7 @@ def test_several_queries_of_a_row_are_of_its_split(tmp_path):
             assert keys[1] in golds and split_of(keys[prompt.slot]) == split
             assert (prompt.slot == 1) == (example.number == 0)
     with pytest.raises(UserError, match=r"line 1: only \d of its keys have a value and belong to the split"):
-        KeyValue(num_pairs=10, data=path, queries_per_haystack=10).examples("all", None, seed=0)
+        KeyValue(num_pairs=10, data=path, queries_per_haystack=9).examples("all", None, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -282,8 +282,9 @@ def test_the_original_files(real, name, pairs, rows):
         ({"num_pairs": 2, "data": Path("nowhere.jsonl")}, "--data nowhere.jsonl: no such file"),
         ({"num_pairs": 2, "data": Path(__file__), "key_length": 4}, "--key-length is for generated pairs"),
         ({"num_pairs": 2, "answer_opener": None, "openers": ()}, "--openers"),
-        ({"num_pairs": 5, "key_length": 1, "queries_per_haystack": 5}, "a split has too few of the 16 keys for 5 pairs"),
-        ({"num_pairs": 2, "queries_per_haystack": 3}, "--queries-per-haystack 3: .* from 1 to --num-pairs"),
+        ({"num_pairs": 5, "key_length": 1, "queries_per_haystack": 4}, "a split has too few of the 16 keys for 5 pairs"),
+        ({"num_pairs": 2, "queries_per_haystack": 3}, "--queries-per-haystack 3: .* from 1 to one below --num-pairs .2."),
+        ({"num_pairs": 5, "queries_per_haystack": 5}, "otherwise every position would ask about all pairs"),
     ],
 )
 def test_settings_that_cannot_be(wrong, message):

@@ -262,7 +262,12 @@ def test_words_come_from_a_file(tmp_path):
         ("niah", {"subset": "single_4"}, "--subset 'single_4' is not a variant of --task niah, which are: single_1, "),
         ("niah", {"num_keys": 3}, "--num-keys: --subset single_1 has RULER's number of needles"),
         ("niah", {"subset": "multikey_1", "queries_per_haystack": 2}, "--queries-per-haystack above 1 is for"),
-        ("niah", {"subset": "multikey_2", "queries_per_haystack": 4, "num_lines": 2}, "from 1 to one above --num-lines"),
+        (
+            "niah",
+            {"subset": "multikey_2", "queries_per_haystack": 4, "num_lines": 2},
+            "from 1 to --num-lines .2.",
+        ),
+        ("niah", {"subset": "multikey_3", "queries_per_haystack": 3, "num_lines": 2}, "would ask about all lines"),
         ("niah", {"data": "essay.txt"}, "--data: the haystack of --subset single_1 is not an essay"),
         ("niah", {"subset": "single_2", "data": "no.txt"}, "--data no.txt: no such file; any text file"),
         ("niah", {"num_lines": -1}, "--num-lines must be at least 0"),

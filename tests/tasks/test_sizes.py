@@ -9,7 +9,7 @@ from lpes_jax.tasks import make_task
 from lpes_jax.tasks.sizes import SETTINGS, with_length, without_haystack
 
 TASKS = [
-    ("kv", {"num_pairs": 4, "queries_per_haystack": 4, "key_length": 8}),
+    ("kv", {"num_pairs": 5, "queries_per_haystack": 4, "key_length": 8}),
     ("needle", {"num_keys": 2}),
     ("niah", {"subset": "single_1"}),
     ("niah", {"subset": "multikey_3", "queries_per_haystack": 3}),
