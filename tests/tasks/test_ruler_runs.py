@@ -30,7 +30,7 @@ def test_they_are_searched_together(tmp_path, model_folder):
         [[task]]
         task = "niah"
         subset = "multikey_2"
-        num_lines = 1
+        num_lines = 2
         queries_per_haystack = 2
         [[task]]
         task = "many_shot"
@@ -43,7 +43,7 @@ def test_they_are_searched_together(tmp_path, model_folder):
     flags += ["--crossovers", 1, "--generations", 0, "--control-points", 3, "--uniform-candidates", 2]
     samples = run(search, tmp_path / "run", *flags)
     assert {sample["task"] for sample in samples} == {
-        "niah multikey_2, num lines 1, queries per haystack 2",
+        "niah multikey_2, num lines 2, queries per haystack 2",
         "many_shot of intents, num shots 3",
     }
     slots = {(sample["position"], sample["slot"]) for sample in samples if "niah" in sample["task"]}
