@@ -8,7 +8,7 @@ by gradient descent on all frequencies of the layers. Strength 0 prunes nothing.
 
 The first table has accuracy against the count of numbers that differ from 1. The second has the overlap of these numbers
 between seeds, and between the two tasks. The overlap of two sets is the count of their intersection divided by that of their
-union; beside it stands what two random sets of these sizes have on average.
+union; beside it stands that of two sets of these sizes whose intersection is as large as that of random ones on average.
 """
 
 from collections.abc import Mapping, Sequence
