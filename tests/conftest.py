@@ -12,7 +12,6 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", "")  # commands under test ke
 from collections.abc import Iterator
 from pathlib import Path
 
-import host_arrays  # noqa: F401
 import jax
 import jax.numpy as jnp
 import outer_checks  # noqa: F401 before lpes_jax

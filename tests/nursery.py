@@ -1,8 +1,7 @@
 """Commands in their own processes, which start within a second, and their searches: for tests of processes.
 
 A nursery has imported everything but lpes_jax and forks a process for each command: a start costs a second and not five. Its
-processes draw no pictures (the files are empty), compile with few optimisations, compile nothing for NumPy arrays
-(`host_arrays.py`), and have a compilation cache in common.
+processes draw no pictures (the files are empty), compile with few optimisations, and have a compilation cache in common.
 """
 
 import json
@@ -21,9 +20,6 @@ NURSERY = """
 import json, os, resource, sys, traceback
 import flax.nnx, gguf, jax, jinja2, matplotlib.backends.backend_agg, matplotlib.backends.backend_svg, matplotlib.figure
 import optax, rich.progress, safetensors.numpy, scipy.stats, tokenizers, tyro
-sys.path.insert(0, sys.argv[2])
-import host_arrays
-del sys.path[0]
 if sys.argv[1] == "hub":
     sys.modules["torch"] = None  # as in a command: transformers imports no torch
     import transformers
@@ -86,7 +82,7 @@ class Nursery:
         cache |= {"JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
         cache |= {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {QUICK}".strip()}
         self.process = subprocess.Popen(
-            [sys.executable, "-c", NURSERY, "hub" if hub else "", str(Path(__file__).parent)],
+            [sys.executable, "-c", NURSERY, "hub" if hub else ""],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
