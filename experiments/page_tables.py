@@ -31,6 +31,10 @@ METHODS = {
     "hidden_channel": "one positional hidden channel",
     "lpes": "LPES",
 }
+METHODS_OF_TRANSFER = {
+    **{"factors": "factors", "gains": "gains", "both": "both"},
+    **{"norm_gain": "norm gains", "adapter": "adapter"},
+}
 # Averages as printed in the paper's Tables 2 and 3, which the records do not have.
 PRINTED = {
     "table02_zero_scrolls/smollm2": {"Vicuna-7B-v1.5, baseline": 16.91, "Qwen2.5-7B, LPES": 25.51},
@@ -107,24 +111,24 @@ def _changes(folder: str, methods: dict[str, str], titles: dict[str, str]) -> st
     found, rows = summary(folder), []
     for target, title in titles.items():
         figures = {method: found[method][target] for method in methods}
-        cells = (
-            "{:+.1f}<br>({:.1f} to {:.1f})".format(*(100 * value for value in (f["difference"], *f["interval"])))
-            for f in figures.values()
-        )
-        rows.append([title, f"{100 * next(iter(figures.values()))['baseline']:.1f}", *cells])
+        rows.append([title, f"{100 * next(iter(figures.values()))['baseline']:.1f}", *map(_change, figures.values())])
     return table(["", "as it is", *methods.values()], rows)
+
+
+def _change(figures: dict[str, Any]) -> str:
+    """A change in points with its 95 % interval."""
+    return "{:+.1f}<br>({:.1f} to {:.1f})".format(*(100 * value for value in (figures["difference"], *figures["interval"])))
 
 
 def changes_smollm2() -> str:
     """SmolLM2's changes on targets that no search saw, with the controls."""
-    methods = {"factors": "factors", "gains": "gains", "both": "both", "norm_gain": "norm gains", "adapter": "adapter"}
     titles = {
         "kv, 30 pairs": "30 key-value pairs",
         "needle, 160 sentences": "needle in 160 sentences",
         "mdqa, mdqa10_rows_2155_2454": "10 retrieved documents",
         "mdqa, gold document alone": "only the gold document",
     }
-    return _changes("gains/smollm2_kl", methods, titles)
+    return _changes("gains/smollm2_kl", METHODS_OF_TRANSFER, titles)
 
 
 def changes_qwen() -> str:
@@ -137,8 +141,7 @@ def changes_qwen() -> str:
         "mdqa, mdqa10_rows_2155_2454": "10 retrieved documents",
         "mdqa, gold document alone": "only the gold document",
     }
-    methods = {name: name for name in ("factors", "gains", "both")} | {"norm_gain": "norm gains"}
-    return _changes("gains/qwen05_kl", methods, titles)
+    return _changes("gains/qwen05_kl", METHODS_OF_TRANSFER, titles)
 
 
 def changes_qwen_15() -> str:
@@ -150,13 +153,53 @@ def changes_qwen_15() -> str:
         "mdqa, mdqa10_rows_2155_2454": "10 retrieved documents",
         "mdqa, gold document alone": "only the gold document",
     }
-    return _changes("gains/qwen15_kl", {name: name for name in ("gains", "both")}, titles)
+    return _changes("gains/qwen15_kl", METHODS_OF_TRANSFER, titles)
+
+
+def own_answers() -> str:
+    """Gains that were taught gold answers, and gains that were taught the model's own: substring and F1 of documents."""
+    folders = {"SmolLM2": "smollm2_kl", "Qwen 0.5B": "qwen05_kl", "Qwen 1.5B": "qwen15_kl"}
+    titles = {"mdqa, gold document alone": "only the gold document", "mdqa, mdqa10_rows_2155_2454": "10 retrieved documents"}
+    rows = []
+    for model, folder in folders.items():
+        found = summary(f"gains/{folder}")
+        for target, title in titles.items():
+            row = [f"{model}: {title}"]
+            for score in ("", ", F1"):
+                figures = {method: found[method][target + score] for method in ("gains", "own_gains")}
+                row += [f"{100 * figures['gains']['baseline']:.1f}", *(_change(one) for one in figures.values())]
+            rows.append(row)
+    taught = ("gold answers", "own answers")
+    return table(["", "substring, as it is", *taught, "F1, as it is", *taught], rows)
+
+
+def pruned() -> str:
+    """Gains of which most were drawn to 1: how many are left, and the accuracy on both tasks."""
+    found = summary("prune/smollm2")
+    titles = {"kv": "10 key-value pairs", "niah": "multikey_2, 40 lines"}
+    rows = []
+    for task, entries in found["accuracy"].items():
+        for entry in entries:
+            count, accuracy = np.mean(entry["counts"]), np.mean(entry["accuracy"])
+            p = "-" if entry["p"] is None else show_p(entry["p"])
+            rows.append([titles[task], f"{entry['strength']:g}", f"{count:.0f}", f"{100 * accuracy:.1f}", p])
+    return table(["", "--prune", "gains that differ from 1", "accuracy, %", "p"], rows)
+
+
+def overlaps() -> str:
+    """Overlap of the gains that are left, between seeds and between tasks."""
+    names = {"seeds, key-value pairs": "seeds, pairs", "seeds, niah multikey_2": "seeds, needles"}
+    rows = [
+        [f"{entry['strength']:g}", names.get(entry["between"], "tasks"), f"{entry['overlap']:.2f}", f"{entry['by_chance']:.2f}"]
+        for entry in summary("prune/smollm2")["overlaps"]
+    ]
+    return table(["--prune", "between", "overlap", "by chance"], rows)
 
 
 def mmlu_qwen_15() -> str:
-    """MMLU with gains and with both on Qwen2.5-Coder-1.5B."""
+    """MMLU on Qwen2.5-Coder-1.5B."""
     rows = []
-    for title, name in {"gains": "mmlu_gains", "both": "mmlu"}.items():
+    for title, name in {"factors": "mmlu_factors", "gains": "mmlu_gains", "both": "mmlu"}.items():
         methods = record(f"gains/qwen15_kl/{name}.json")["methods"]
         against = methods["factors"]["against_baseline"]
         low, high = against["interval"]
@@ -532,11 +575,9 @@ def sizes() -> str:
         for kind in ("gains", "both")
         for seed in range(3)
     ]
-    searches = record("speed/forward_path_old_and_new_h200.json")["gradient_search"]["runs"]
-    (new,) = (run for run in searches if run["code"] == "new")
-    rows.append(
-        ["135M, an H200, 60 steps", "-", "-", "-", f"{new['command_seconds']:.0f} s, {new['peak_gigabytes']:.1f} GB", "-", "-"]
-    )
+    whole = {run["model"]: run for run in record("speed/best_h200.json")["runs"] if run["uniform_candidates"] == 8}
+    for title, run in zip(("135M, up to 20 pairs", "0.5B, up to 100 pairs"), whole.values(), strict=True):
+        rows.append([f"{title}: `best` on an H200", "-", "-", "-", f"{run['command_seconds']} s", "-", "-"])
     rows.append(["135M, the searches of the table above", "-", "-", "-", f"{min(looks):.0f} to {max(looks):.0f} s", "-", "-"])
     generation = f"{record('bench_search/paper_generation_fp8_h200.json')['gpu_seconds']:.0f} s"
     rows.append(["7B, an H200, one generation of the paper's search, fp8", "-", "-", "-", generation, "-", "-"])
@@ -646,7 +687,8 @@ def eight_bits() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
-        *(results, changes_smollm2, changes_qwen, changes_qwen_15, mmlu_qwen_15, text_smollm2, controls, transfer),
+        *(results, changes_smollm2, changes_qwen, changes_qwen_15, mmlu_qwen_15, own_answers, pruned, overlaps),
+        *(text_smollm2, controls, transfer),
         *(table01, table01_by_position, table02, table03, table04, table05, table06, table06_smollm2, table07, table08),
         *(table10, table11, table11_gains, table11_appendix, table15, table16, table17, figure05, slips, uniform_sweep),
         *(bundled, presets, demo, sizes, scaling, shared_prefixes, memory_plan, memory_measured, eight_bits),

@@ -1,6 +1,6 @@
 """How few numbers are enough? Gains (or factors) of which most are pruned to 1, at several strengths.
 
-    python experiments/prune.py --model smollm2-135m-instruct --preset best --num-pairs 10 --num-lines 40 --text FILE
+    python experiments/prune.py --model smollm2-135m-instruct --preset best --num-pairs 10 --niah-lines 40 --text FILE
 
 `--prune` (`lpes_jax.search`) draws numbers to 1 in the first half of the steps; those that stay 1 are fixed, and the others are
 trained further. Each strength and seed is a search on key-value pairs, and another on RULER's niah multikey_2 (`--tasks`), both
@@ -9,6 +9,7 @@ by gradient descent on all frequencies of the layers. Strength 0 prunes nothing.
 The first table has accuracy against the count of numbers that differ from 1. The second has the overlap of these numbers
 between seeds, and between the two tasks. The overlap of two sets is the count of their intersection divided by that of their
 union; beside it stands that of two sets of these sizes whose intersection is as large as that of random ones on average.
+Strengths that leave all numbers or none have no line there.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,7 +42,7 @@ class Settings(GridFlags):
     preset: Literal["paper", "default", "quick", "best"] = "best"
     task: tyro.conf.Suppress[Literal["kv", "mdqa"]] = "kv"
     num_pairs: int | None = 10
-    num_lines: int = 40
+    niah_lines: int = 40
     """niah: lines of the haystack."""
     tasks: tuple[Literal["kv", "niah"], ...] = TASKS
     """The tasks of the searches."""
@@ -69,9 +70,13 @@ def main(s: Settings) -> None:
         "overlaps": overlaps(s, kept),
         "numbers": next(iter(kept.values())).size,
     } | provenance(list(records.values()))
-    about = s.describe("The paper prunes nothing.") + (
-        f"\nLearnt: {s.learn}, {summary['numbers']} numbers. RULER's niah multikey_2 has {s.num_lines} lines. p: paired "
-        f"permutation over the questions of all seeds, against strength {s.strengths[0]:g}.\n"
+    questions = next(iter(cells.values())).questions
+    about = (
+        f"{Path(s.model).name}, --learn {s.learn}: {summary['numbers']} numbers. Tasks: {s.num_pairs} key-value pairs, and "
+        f"RULER's niah multikey_2 with {s.niah_lines} lines. {questions.limit} search examples, {questions.test_limit} "
+        "held-out questions at each position. Accuracy in percent ± the sample standard deviation over seeds "
+        f"{' '.join(map(str, s.seeds))}. p: paired permutation over the questions of all seeds, against strength "
+        f"{s.strengths[0]:g}.\n"
     )
     write_tables(s, "How few numbers are enough?", [about, *tables(summary)], summary)
 
@@ -88,8 +93,8 @@ def name_of(task: str, strength: float, seed: int) -> str:
 
 def cell(s: Settings, task: str, strength: float, seed: int) -> SearchSettings:
     """The settings of one search."""
-    only_kv, only_niah = ("num_pairs", "key_length"), {"task": "niah", "subset": "multikey_2", "num_lines": s.num_lines}
-    questions: dict[str, Any] = {"task": "kv", "num_lines": None} if task == "kv" else only_niah | dict.fromkeys(only_kv)
+    only_kv, only_niah = ("num_pairs", "key_length"), {"task": "niah", "subset": "multikey_2", "num_lines": s.niah_lines}
+    questions: dict[str, Any] = {"task": "kv"} if task == "kv" else only_niah | dict.fromkeys(only_kv)
     text: dict[str, Any] = {"text": s.text} if s.text else {"text_weight": 0.0, "max_text_loss_rise": None}
     return s.search(learn=s.learn, prune=strength, seed=seed, uniform_candidates=1, **text, **questions)
 
@@ -122,8 +127,8 @@ def overlaps(s: Settings, kept: Mapping[str, Mask]) -> list[dict[str, Any]]:
         if len(sets) > 1:
             pairs["tasks, equal seeds"] = list(zip(*sets.values(), strict=True))
         for what, masks in pairs.items():
-            if masks:
-                values = [overlap(*pair) for pair in masks]
+            values = [overlap(*pair) for pair in masks]
+            if values and mean(values, 1) < 1:
                 found.append({"strength": strength, "between": what, "overlap": mean(values, 0), "by_chance": mean(values, 1)})
     return found
 
@@ -141,7 +146,7 @@ def mean(values: Sequence[Sequence[float]], column: int) -> float:
 
 
 def tables(summary: Mapping[str, Any]) -> list[str]:
-    """The two tables in Markdown."""
+    """The tables in Markdown; without overlaps only the first."""
     total, rows = summary["numbers"], []
     for task, entries in summary["accuracy"].items():
         for entry in entries:
@@ -151,14 +156,11 @@ def tables(summary: Mapping[str, Any]) -> list[str]:
             rows.append([TITLES[task], f"{entry['strength']:g}", " / ".join(map(str, entry["counts"])), share])
             rows[-1] += [f"{100 * plain.mean():.1f}", f"{100 * found.mean():.1f}{spread}", p]
     first = markdown_table(["task", "--prune", "differ from 1", "share, %", "as it is", "accuracy ±", "p"], rows)
-    second = markdown_table(
-        ["--prune", "between", "overlap", "by chance"],
-        [
-            [f"{entry['strength']:g}", entry["between"], f"{entry['overlap']:.2f}", f"{entry['by_chance']:.2f}"]
-            for entry in summary["overlaps"]
-        ],
-    )
-    return [first, second]
+    overlapping = [
+        [f"{entry['strength']:g}", entry["between"], f"{entry['overlap']:.2f}", f"{entry['by_chance']:.2f}"]
+        for entry in summary["overlaps"]
+    ]
+    return [first, *([markdown_table(["--prune", "between", "overlap", "by chance"], overlapping)] if overlapping else [])]
 
 
 if __name__ == "__main__":

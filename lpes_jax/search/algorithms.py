@@ -170,7 +170,9 @@ class Gradient:
         self._individual = jax.jit(space.individual)  # one program, not one per operation
 
     def run(self, model: Llama, tokenizer: Tokenizer, prompts: Sequence[Sequence[Prompt]], history: History) -> None:
-        objective, folder = history.evaluator.objective, history.folder
+        objective, folder, text = history.evaluator.objective, history.folder, self.settings.text
+        if text.text is None and (text.text_weight or text.max_text_loss_rise is not None):
+            history.progress.note("the model writes plain text that must not become less likely (--text FILE saves this time)")
         train, held_back, longest = self.data(model, tokenizer, prompts, objective.tasks, objective.weights)
         self.sizes = sizes(train, held_back, self.gradient.minibatch_size)
         apply = factors_applied(self.space, self.values, model.config.rope_table(longest))

@@ -108,7 +108,7 @@ def test_what_was_not_measured_has_no_row_and_no_column(tmp_path: Path, monkeypa
     monkeypatch.setattr(page_tables, "path_record", lambda name: {"runs": [], "models": {}, "figures": {}})
     head, _, *lines = page_tables.sizes().splitlines()
     assert head == "|  | search |" and lines
-    assert all(line.startswith(("| 135M, ", "| 7B, ")) and "| - |" not in line for line in lines)
+    assert all(line.startswith(("| 135M, ", "| 0.5B, ", "| 7B, ")) and "| - |" not in line for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -51,5 +51,23 @@ def test_each_strength_task_and_seed_is_a_search_of_its_own():
     assert all(cell.space.learn == "gains" and cell.text.text_weight == 0 for cell in cells)
 
 
+@pytest.mark.long
+@pytest.mark.long
+@pytest.mark.promotes
+def test_searches_in_two_parts_end_in_a_table(tmp_path):
+    """The whole script on the bundled model, in two parts and a last call, as on two devices."""
+    flags = dict(model="tiny-retriever", num_pairs=4, key_length=4, limit=4, test_limit=2, steps=4, tasks=("kv",))
+    flags |= dict(strengths=(0.0, 1.0), seeds=(0,), output_path=tmp_path, dtype="float32")
+    for part in ("0/2", "1/2"):
+        with pytest.raises(SystemExit, match=f"part {part} is done"):
+            prune.main(prune.Settings(**flags, part=part))
+    prune.main(prune.Settings(**flags))
+    summary = json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))
+    plain, pruned = summary["accuracy"]["kv"]
+    assert (plain["strength"], pruned["strength"]) == (0.0, 1.0)
+    assert 0 <= pruned["counts"][0] < plain["counts"][0] <= summary["numbers"]
+    assert "4 key-value pairs" in (tmp_path / "tables.md").read_text(encoding="utf-8")
+
+
 def test_numbers_that_differ_from_1():
     assert prune.differs([[1.0, 1.0000001], [None, 0.5]]).tolist() == [[False, True], [True, True]]
