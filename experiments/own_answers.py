@@ -4,7 +4,7 @@
         --output-path own.jsonl
 
 A search on mdqa teaches the shortest gold answer. So it changes how a model answers (shorter) as well as what it finds. This
-script writes a file that can replace `data` in a mixture. With it, a search teaches the model's own answer to the prompt without
+script writes a file that can replace `data` in a mixture. With it, a search teaches the answer that the model gives without
 distractors: self-distillation, restricted to right answers as in STaR (Zelikman et al., 2022).
 
 The file has the questions of the search split that the model answered right, with their documents, and all test questions as
