@@ -576,7 +576,8 @@ def sizes() -> str:
         for seed in range(3)
     ]
     whole = {run["model"]: run for run in record("speed/best_h200.json")["runs"] if run["uniform_candidates"] == 8}
-    for title, run in zip(("135M, up to 20 pairs", "0.5B, up to 100 pairs (5 questions per haystack)"), whole.values(), strict=True):
+    titles = ("135M, up to 20 pairs", "0.5B, up to 100 pairs (5 questions per haystack)")
+    for title, run in zip(titles, whole.values(), strict=True):
         rows.append([f"{title}: `best` on an H200", "-", "-", "-", f"{run['command_seconds']} s", "-", "-"])
     rows.append(["135M, the searches of the table above", "-", "-", "-", f"{min(looks):.0f} to {max(looks):.0f} s", "-", "-"])
     generation = f"{record('bench_search/paper_generation_fp8_h200.json')['gpu_seconds']:.0f} s"
