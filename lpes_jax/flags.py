@@ -22,6 +22,7 @@ from lpes_jax.errors import UserError
 from lpes_jax.help import short_help
 from lpes_jax.settings import Settings
 from lpes_jax.settings.groups import HostSettings
+from lpes_jax.settings.tree import unmet
 
 Flags = TypeVar("Flags", bound=Settings)
 _SHORT, _ALL = ("-h", "--help"), "--help-all"
@@ -157,13 +158,10 @@ def _check_effect(given: Settings, defaults: Settings) -> None:
     """Raise UserError for a flag that has no effect with another one. The flags of a task are checked by `make_task`."""
     chosen, own, others = given.chosen(), given.flat(), defaults.flat()
     for name, conditions in given.conditions().items():
-        if own[name] == others[name]:
-            continue
-        for deciding, values in conditions.items():
-            found = chosen[deciding] if isinstance(chosen[deciding], tuple) else (chosen[deciding],)
-            if deciding != "task" and not set(found) & set(values):
-                flag, other = (f"--{part.replace('_', '-')}" for part in (name, deciding))
-                raise UserError(f"{flag} has no effect with {other} {' '.join(map(str, found))}; remove it, or change {other}")
+        wanted = {deciding: values for deciding, values in conditions.items() if deciding != "task"}
+        if own[name] != others[name] and (found := unmet(wanted, chosen)):
+            flag, other = (f"--{part.replace('_', '-')}" for part in (name, found[0]))
+            raise UserError(f"{flag} has no effect with {other} {' '.join(map(str, found[1]))}; remove it, or change {other}")
 
 
 def _check_paths(flags: Settings) -> None:

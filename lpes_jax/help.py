@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lpes_jax.settings import Settings
-from lpes_jax.settings.tree import RARE, SHOWN, WHEN
+from lpes_jax.settings.tree import RARE, SHOWN, WHEN, unmet
 
 _COLUMN = 30  # the column in which the text of a flag begins
 _EXAMPLES = 2
@@ -71,13 +71,7 @@ def sections(defaults: Settings, given: Settings) -> list[tuple[str, list[Line]]
 
 
 def _is_shown(metadata: Mapping[str, Any], chosen: Mapping[str, Any]) -> bool:
-    if metadata.get(RARE):
-        return False
-    for name, values in (metadata.get(WHEN, {}) | metadata.get(SHOWN, {})).items():
-        given = chosen[name] if isinstance(chosen[name], tuple) else (chosen[name],)
-        if not set(given) & set(values):
-            return False
-    return True
+    return not metadata.get(RARE) and unmet(metadata.get(WHEN, {}) | metadata.get(SHOWN, {}), chosen) is None
 
 
 def _line(group: Settings, name: str) -> Line:

@@ -13,7 +13,7 @@ from lpes_jax.models.llama import load
 from lpes_jax.profile.checks import SHORTEST, check
 from lpes_jax.profile.grid import Grid, ProfilePlan
 from lpes_jax.profile.page import draw, record_of, tables
-from lpes_jax.profile.text_loss import WINDOWS, file_windows, text_loss
+from lpes_jax.profile.text_loss import WINDOWS, text_loss, text_windows
 from lpes_jax.report.html import write_page
 from lpes_jax.report.progress import SearchProgress
 from lpes_jax.report.tables import show
@@ -22,6 +22,7 @@ from lpes_jax.settings.profile import ProfileSettings
 from lpes_jax.store import output
 from lpes_jax.store.files import write_json, write_text
 from lpes_jax.store.provenance import check_deterministic
+from lpes_jax.tasks.perplexity import Window
 
 _CEILING_SHARE = 0.08  # of the time, for further questions with only the fact
 _REPORT_SECONDS = 10.0  # reserved for the plots and the page
@@ -63,15 +64,14 @@ def run_profile(settings: ProfileSettings) -> Grid:
     )
     if plan.lengths[-1] > window:
         raise UserError(f"--lengths {plan.lengths[-1]}: the model's window is {window} tokens; give lengths up to that")
-    if settings.grid.text is not None:
-        file_windows(loaded, plan.lengths[-1], settings.grid.text)  # an unusable text is refused before anything is measured
+    windows = text_windows(loaded, plan.lengths[-1], settings.grid.text, plan.seed)  # refused before anything is measured
     grid = Grid(loaded, plan, candidates, batch_size=settings.devices.batch_size)
     deadline = started + 60 * settings.judgement.minutes - _REPORT_SECONDS
     with SearchProgress(grid.prompts_of_first_blocks(), deadline=deadline) as progress:
         progress.note(f"profiling {loaded.identity['name']}")
         grid.on_prompts = progress.prompts
         grid.ceilings(time.time() + _CEILING_SHARE * (deadline - time.time()))
-        text = _measure(grid, settings, deadline, progress)
+        text = _measure(grid, windows, settings, deadline, progress)
     found: dict[str, Any] = record_of(grid, text, _config(settings, grid), started)
     found["factors_model"] = factors_model
     with output.staged(settings.run.output_path) as folder:
@@ -95,7 +95,9 @@ def _config(settings: ProfileSettings, grid: Grid) -> dict[str, Any]:
     return config | {"model_identity": grid.loaded.identity}
 
 
-def _measure(grid: Grid, settings: ProfileSettings, deadline: float, progress: SearchProgress) -> dict[str, Any] | None:
+def _measure(
+    grid: Grid, windows: list[Window], settings: ProfileSettings, deadline: float, progress: SearchProgress
+) -> dict[str, Any] | None:
     """Measure blocks of questions until the deadline. The text's loss follows the first blocks, if time allows."""
     text, text_considered, skipped, before = None, False, set[int](), None
     while True:
@@ -104,9 +106,7 @@ def _measure(grid: Grid, settings: ProfileSettings, deadline: float, progress: S
             text_considered, length, began = True, grid.plan.lengths[-1], time.time()
             if began + grid.seconds_of_text(WINDOWS * length) < deadline:
                 progress.note(f"the loss of plain text in {length:,} tokens")
-                text = text_loss(
-                    grid.loaded, grid.candidates, length, settings.grid.text, settings.run.seed, settings.devices.batch_size
-                )
+                text = text_loss(grid.loaded, grid.candidates, windows, settings.grid.text, settings.devices.batch_size)
                 text["seconds"] = round(time.time() - began, 3)
         elif column is None:
             return text

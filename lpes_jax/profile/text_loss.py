@@ -19,23 +19,29 @@ WINDOWS = 4
 BINS = 8
 
 
-def text_loss(
-    loaded: Loaded, candidates: Sequence[Candidate], length: int, text: Path | None, seed: int, batch_size: int | None
-) -> dict[str, Any]:
-    """Nats per token by the position in windows of text, and the text's source. Raises UserError as `file_windows`.
+def text_windows(loaded: Loaded, length: int, text: Path | None, seed: int) -> list[Window]:
+    """Windows of `length` tokens spread over a text file, or of half, a quarter, ... as many if it is short.
 
     Without a file, the text consists of the needle grammar's sentences, different ones in each window. The loss falls with the
     position as the model learns the grammar. A rise shows the positions at which the model fails.
 
+    Raises UserError if the file cannot be read, or is too short.
+    """
+    return _grammar_windows(loaded, length, seed) if text is None else _file_windows(loaded, length, text)
+
+
+def text_loss(
+    loaded: Loaded, candidates: Sequence[Candidate], windows: Sequence[Window], source: Path | None, batch_size: int | None
+) -> dict[str, Any]:
+    """Nats per token by the position in windows of text, and the text's source.
+
     Args:
         loaded: The model and its tokenizer.
         candidates: What is measured.
-        length: Tokens of a window; for a short file, the file's length.
-        text: A text file, or None.
-        seed: For the text without a file.
+        windows: Of `text_windows`.
+        source: The text file, or None.
         batch_size: Windows per pass and device; None means 1.
     """
-    windows = _grammar_windows(loaded, length, seed) if text is None else file_windows(loaded, length, text)
     length = len(windows[0].ids)
     losses: dict[str, list[float]] = {}
     for candidate in candidates:
@@ -44,7 +50,7 @@ def text_loss(
         losses[candidate.name] = [float(part.mean()) for part in np.array_split(scored, BINS)]
     starts = [int(part[0]) for part in np.array_split(np.arange(windows[0].scored, length), BINS)]
     return {
-        "text": "sentences of the needle's grammar" if text is None else str(text),
+        "text": "sentences of the needle's grammar" if source is None else str(source),
         "window": length,
         "windows": len(windows),
         "from_position": starts,
@@ -52,11 +58,7 @@ def text_loss(
     }
 
 
-def file_windows(loaded: Loaded, length: int, text: Path) -> list[Window]:
-    """Windows of `length` tokens spread over a text, or of half, a quarter, ... as many if it is short.
-
-    Raises UserError if the file cannot be read, or is too short.
-    """
+def _file_windows(loaded: Loaded, length: int, text: Path) -> list[Window]:
     windows: list[Window] = []
     while not windows:
         try:

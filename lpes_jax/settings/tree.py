@@ -10,6 +10,7 @@ The definition of a flag says when the short `--help` shows it (`lpes_jax.help` 
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 SettingsTree = TypeVar("SettingsTree", bound="Settings")
@@ -31,6 +32,15 @@ def shown(default: Any, **flags: str | tuple[str, ...]) -> Any:
 
 def _values(flags: dict[str, str | tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
     return {name: (value,) if isinstance(value, str) else value for name, value in flags.items()}
+
+
+def unmet(conditions: Mapping[str, tuple[str, ...]], chosen: Mapping[str, Any]) -> tuple[str, tuple[Any, ...]] | None:
+    """The first flag of `conditions` that has none of its values, with those that it has; None if all are met."""
+    for name, values in conditions.items():
+        found = chosen[name] if isinstance(chosen[name], tuple) else (chosen[name],)
+        if not set(found) & set(values):
+            return name, found
+    return None
 
 
 def rare(default: Any) -> Any:
