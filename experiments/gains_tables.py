@@ -5,7 +5,7 @@
 A cell has the measurements by `transfer.py` or `controls.py` of one search: `METHOD_seedN.json`, and `baseline.json` for the
 unchanged model. Writes tables.md and summary.json there. With several seeds, each question counts with its mean. p is from a
 paired permutation test over questions, with Holm's correction over the targets of a column; intervals are 95 % intervals of the
-paired difference.
+paired difference. Each method is also compared with gains, in the same way.
 """
 
 import json
@@ -44,6 +44,14 @@ def main(folder: Path) -> None:
         figures = {target: compared(target, cells[method], baseline[target]["scores"]) for target in baseline}
         for corrected, row in zip(holm([row["p"] for row in figures.values()]), figures.values(), strict=True):
             row["p_holm"] = corrected
+        if method != "gains" and "gains" in cells:
+            against = {
+                target: paired(mean_scores(target, cells[method]), mean_scores(target, cells["gains"]))
+                for target in figures
+                if not is_text(target)
+            }
+            for corrected, target in zip(holm([one["p"] for one in against.values()]), against, strict=True):
+                figures[target]["against_gains"] = against[target] | {"p_holm": corrected}
         summary[method] = figures
     header = ["target", "searched", "as it is", *(f"{NAMES[method]} ({len(cells[method])})" for method in methods)]
     accuracy, text = [], []
@@ -66,6 +74,12 @@ def main(folder: Path) -> None:
         for target in baseline
         if not is_text(target) and any(part in target for part in NOT_SEARCHED)
     ]
+    others = [method for method in methods if "against_gains" in next(iter(summary[method].values()))]
+    against_gains = [
+        [target, *(show_difference(summary[method][target]["against_gains"]) for method in others)]
+        for target in baseline
+        if not is_text(target)
+    ]
     about_p, about_text = "In brackets p, and in the header the seeds.", "Less is better."
     parts = [
         (folder / ABOUT).read_text(encoding="utf-8").strip(),
@@ -73,10 +87,28 @@ def main(folder: Path) -> None:
         f"## Plain text, nats a token: change in each quarter of the window\n\n{about_text}\n\n{markdown_table(header, text)}",
         "## Not searched: 95 % interval of the change, in points\n\n"
         + markdown_table(["target", *(NAMES[method] for method in methods)], intervals),
+        "## Against gains: difference in points\n\n"
+        "In brackets p, over questions, not over searches. Above 0: better than gains.\n\n"
+        + markdown_table(["target", *(NAMES[method] for method in others)], against_gains),
         f"## By seed\n\n{markdown_table(['target', *(NAMES[method] for method in methods)], seeds)}",
     ]
     write_json(folder / "summary.json", summary)
     write_text(folder / "tables.md", "\n\n".join(parts) + "\n")
+
+
+def mean_scores(target: str, seeds: dict[int, dict[str, Any]]) -> Float[np.ndarray, "Q S"]:
+    """The scores of each question of a target and position, as means over seeds."""
+    return np.mean([np.array(seeds[seed]["targets"][target]["scores"], float) for seed in sorted(seeds)], axis=0)
+
+
+def paired(ours: Float[np.ndarray, "Q S"], others: Float[np.ndarray, "Q S"]) -> dict[str, float]:
+    """The mean of ours - others over the same questions, and its p."""
+    return {"difference": float((ours - others).mean()), "p": paired_permutation_test(ours, others)}
+
+
+def show_difference(figures: dict[str, float]) -> str:
+    """A difference in points, with the corrected p."""
+    return f"{100 * figures['difference']:+.1f} ({show_p(figures['p_holm'])})"
 
 
 def compared(target: str, seeds: dict[int, dict[str, Any]], scores: list[list[float]]) -> dict[str, Any]:

@@ -156,6 +156,24 @@ def changes_qwen_15() -> str:
     return _changes("gains/qwen15_kl", METHODS_OF_TRANSFER, titles)
 
 
+def against_gains() -> str:
+    """Methods against gains, question by question."""
+    titles = {
+        "smollm2_kl": ("SmolLM2", {"kv, 20 pairs": "20 pairs (searched)", "kv, 30 pairs": "30 pairs"}),
+        "qwen05_kl": ("0.5B", {"kv, 100 pairs": "100 pairs (searched)", "kv, 150 pairs": "150 pairs"}),
+        "qwen15_kl": ("1.5B", {"kv, 100 pairs": "100 pairs (searched)", "kv, 200 pairs": "200 pairs"}),
+    }
+    documents = {"mdqa, mdqa10_rows_2155_2454": "10 retrieved documents", "mdqa, gold document alone": "only the gold document"}
+    methods, rows = {name: title for name, title in METHODS_OF_TRANSFER.items() if name != "gains"}, []
+    for folder, (model, pairs) in titles.items():
+        found = summary(f"gains/{folder}")
+        for target, title in (pairs | documents).items():
+            figures = (found[method][target]["against_gains"] for method in methods)
+            cells = (f"{100 * one['difference']:+.1f} ({show_p(one['p_holm'])})" for one in figures)
+            rows.append([f"{model}: {title}", *cells])
+    return table(["", *methods.values()], rows)
+
+
 def own_answers() -> str:
     """Gains that were taught gold answers, and gains that were taught the model's own: substring and F1 of documents."""
     folders = {"SmolLM2": "smollm2_kl", "Qwen 0.5B": "qwen05_kl", "Qwen 1.5B": "qwen15_kl"}
@@ -688,8 +706,8 @@ def eight_bits() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
-        *(results, changes_smollm2, changes_qwen, changes_qwen_15, mmlu_qwen_15, own_answers, pruned, overlaps),
-        *(text_smollm2, controls, transfer),
+        *(results, changes_smollm2, changes_qwen, changes_qwen_15, mmlu_qwen_15, against_gains, own_answers),
+        *(pruned, overlaps, text_smollm2, controls, transfer),
         *(table01, table01_by_position, table02, table03, table04, table05, table06, table06_smollm2, table07, table08),
         *(table10, table11, table11_gains, table11_appendix, table15, table16, table17, figure05, slips, uniform_sweep),
         *(bundled, presets, demo, sizes, scaling, shared_prefixes, memory_plan, memory_measured, eight_bits),
