@@ -133,5 +133,6 @@ def compared(target: str, seeds: dict[int, dict[str, Any]], scores: list[list[fl
 
 if __name__ == "__main__":
     if len(sys.argv) != 2 or not (Path(sys.argv[1]) / "baseline.json").exists():
-        sys.exit("error: give one folder with baseline.json and METHOD_seedN.json")
+        print("error: give one folder with baseline.json and METHOD_seedN.json", file=sys.stderr)
+        sys.exit(2)
     main(Path(sys.argv[1]))

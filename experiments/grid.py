@@ -14,7 +14,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -30,10 +30,14 @@ from lpes_jax.factors import LayerFactors
 from lpes_jax.json_files import read_json
 from lpes_jax.models.llama import Loaded, load
 from lpes_jax.search import SearchSettings, preset, run_search
+from lpes_jax.search.checks import check, tasks_asked
 from lpes_jax.search.scorers import fitting_prompts
 from lpes_jax.settings.search import as_record
 from lpes_jax.store.files import write_json, write_text
 from lpes_jax.tasks.flags import task_of, title_of
+from lpes_jax.tasks.prompts import check_once
+
+MAY_REPEAT = ("weights", "train_pairs", "long_pairs", "stage_pairs", "num_examples")  # lists whose values are no names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,12 +119,27 @@ def other_model(what: str) -> str:
 def run_script(settings: type[Any], main: Callable[[Any], None], manual: str | None) -> None:
     """Parse the command line into `settings` and run `main` on it; a mistake of the user is reported in one line."""
     try:
-        main(tyro.cli(settings, description=manual))
+        given = tyro.cli(settings, description=manual)
+        check_lists(given)
+        main(given)
     except UserError as error:
-        sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
     except Interrupted as interrupted:
         print(interrupted, file=sys.stderr)
         sys.exit(128 + interrupted.number)
+
+
+def check_lists(given: Any) -> None:
+    """Raise UserError for a list that is empty, though its default is not, or has a value twice: values name cells or rows."""
+    for field in fields(given):
+        values, flag = getattr(given, field.name), f"--{field.name.replace('_', '-')}"
+        if not isinstance(values, tuple):
+            continue
+        if not values and field.default != ():
+            raise UserError(f"{flag}: give at least one value")
+        if field.name not in MAY_REPEAT:
+            check_once(values, flag)
 
 
 def in_part(number: int, part: str) -> bool:
@@ -154,7 +173,13 @@ def run_grid(cells: Mapping[str, SearchSettings], flags: GridFlags) -> dict[str,
 
 
 def run_cells(cells: Mapping[str, SearchSettings], flags: GridFlags) -> None:
-    """Run the cells that have no results yet; an interrupted one resumes."""
+    """Run the cells that have no results yet; an interrupted one resumes.
+
+    Raises UserError for an invalid cell before the first one runs.
+    """
+    for settings in cells.values():
+        check(settings)
+        tasks_asked(settings)
     for name, settings in cells.items():
         folder = flags.output_path / name
         if not (folder / "results.json").exists():

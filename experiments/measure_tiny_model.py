@@ -7,15 +7,13 @@ factors with one step (1 up to a layer, another number after it), of which the b
 """
 
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tyro
+from grid import run_script
 
-from lpes_jax.errors import UserError
 from lpes_jax.models.llama import load
 from lpes_jax.scoring import Scorer
 from lpes_jax.tasks import prompts as task_prompts
@@ -104,7 +102,4 @@ def main(settings: Measurement) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(Measurement, description=__doc__))
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    run_script(Measurement, main, __doc__)

@@ -22,6 +22,7 @@ from grid import run_script
 
 from lpes_jax.errors import UserError
 from lpes_jax.evaluation import BASELINE, Candidate, Conditions, evaluate
+from lpes_jax.limits import check_bounds
 from lpes_jax.models.llama import load
 from lpes_jax.store.files import write_text
 from lpes_jax.tasks.data import json_rows
@@ -53,6 +54,9 @@ class Settings:
 
 def main(s: Settings) -> None:
     """Ask the model, and write the questions that it answered right, and those of the test split."""
+    check_bounds(s)
+    if s.output_path.is_dir():
+        raise UserError(f"--output-path {s.output_path} is a folder; give a file")
     task = MultiDocumentQA(data=s.data, mode="oracle")
     examples = task.examples("search", s.limit, 0)
     loaded = load(s.model, s.dtype)

@@ -24,7 +24,6 @@ from grid import GridFlags, figures, markdown_table, run_grid, run_script, score
 from jaxtyping import Bool
 from table_spec import provenance
 
-from lpes_jax.errors import UserError
 from lpes_jax.evaluation import BASELINE
 from lpes_jax.search import SearchSettings
 from lpes_jax.statistics import paired_permutation_test
@@ -60,8 +59,6 @@ class Settings(GridFlags):
 
 def main(s: Settings) -> None:
     """Run the missing searches and write the tables."""
-    if any(len(values) != len(set(values)) for values in (s.strengths, s.seeds, s.tasks)):
-        raise UserError("--strengths, --seeds and --tasks: give each value once")
     cells = {name_of(task, strength, seed): cell(s, task, strength, seed) for task, strength, seed in all_cells(s)}
     records = run_grid(cells, s)
     kept = {name: differs(record["factors"][s.learn]) for name, record in records.items()}

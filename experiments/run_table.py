@@ -68,7 +68,7 @@ def find(asked: str) -> str:
 def run_spec(name: str, args: Sequence[str]) -> None:
     """Run the table of a file in specs/, or with --render only print its tables."""
     import tyro
-    from grid import markdown_document, write_tables
+    from grid import check_lists, markdown_document, write_tables
     from table_spec import about, flags_type, read_spec
 
     from lpes_jax.json_files import read_json
@@ -76,6 +76,7 @@ def run_spec(name: str, args: Sequence[str]) -> None:
     spec = read_spec(name)
     kind, defaults = flags_type(spec)
     s: Any = tyro.cli(kind, default=defaults, args=args, description=spec.manual, prog=f"run_table.py {name}")
+    check_lists(s)
     code = importlib.import_module(spec.code)
     if s.render:
         summary = read_json(s.output_path / "summary.json")
@@ -106,4 +107,5 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except UserError as error:
-        sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

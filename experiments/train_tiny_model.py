@@ -28,7 +28,6 @@ Letters as in `tiny_prompts.py`, and V vocabulary.
 import dataclasses
 import json
 import math
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -385,7 +384,4 @@ def main(settings: Settings) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        run_script(Settings, main, __doc__)
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    run_script(Settings, main, __doc__)

@@ -2,8 +2,9 @@
 
 import importlib
 import json
+import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +56,33 @@ def test_each_cell_is_in_one_part():
     for wrong in ("3/3", "1", "a/2", "0/0", "-1/2"):
         with pytest.raises(UserError, match="--part"):
             grid.in_part(0, wrong)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("prune.py --seeds", "--seeds: give at least one value"),
+        ("prune.py --strengths 0 0.5 0", "--strengths 0.0 0.5 0.0: 0.0 is repeated; give it once"),
+        ("controls.py --counts", "--counts: give at least one value"),
+        ("controls.py --controls adapter adapter", "--controls adapter adapter: adapter is repeated; give it once"),
+        ("run_table.py table06 --seeds 1 2 1", "--seeds 1 2 1: 1 is repeated; give it once"),
+        ("run_table.py table06 --seeds", "--seeds: give at least one value"),
+    ],
+)
+def test_lists_that_are_empty_or_have_a_value_twice_are_refused(command, message, tmp_path):
+    """Two equal seeds would count each question twice."""
+    script, *flags = command.split()
+    line = [sys.executable, str(ROOT / "experiments" / script), *flags, "--output-path", str(tmp_path / "out")]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr.strip()) == (2, f"error: {message}") and not (tmp_path / "out").exists()
+
+
+def test_the_lists_of_every_script_are_valid_by_default():
+    for path in sorted((ROOT / "experiments").glob("*.py")):
+        if "run_script(Settings" in path.read_text(encoding="utf-8"):
+            kind = importlib.import_module(path.stem).Settings
+            required = [field.name for field in fields(kind) if field.default is MISSING and field.default_factory is MISSING]
+            grid.check_lists(kind(**dict.fromkeys(required, "given")))
 
 
 def test_rows_of_one_seed_and_of_several():

@@ -60,3 +60,16 @@ def test_without_a_right_answer_nothing_is_written(tmp_path):
     with pytest.raises(UserError, match="none of its 1 answers was right; ask more questions with --limit"):
         own_answers.main(own_answers.Settings(model=MODEL, data=data, limit=1, max_new_tokens=16, output_path=found))
     assert not found.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"limit": 0}, "--limit must be at least 1, got 0"),
+        ({"max_new_tokens": 0}, "--max-new-tokens must be at least 1, got 0"),
+        ({"output_path": Path(".")}, "--output-path . is a folder; give a file"),
+    ],
+)
+def test_wrong_flags_are_refused_before_the_model_is_loaded(changes, message):
+    with pytest.raises(UserError, match=f"^{message}"):
+        own_answers.main(own_answers.Settings(**{"data": Path("data.jsonl"), "model": "no such model"} | changes))

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lpes_jax.errors import UserError
 from lpes_jax.search.checks import check
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "experiments"))
@@ -52,6 +53,13 @@ def test_each_strength_task_and_seed_is_a_search_of_its_own():
 
 
 @pytest.mark.long
+def test_an_invalid_cell_is_refused_before_the_first_search(tmp_path):
+    """The searches on niah come last; theirs is the flag."""
+    with pytest.raises(UserError, match="--num-lines"):
+        prune.main(prune.Settings(model="tiny-retriever", niah_lines=0, output_path=tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.long
 @pytest.mark.promotes
 def test_searches_in_two_parts_end_in_a_table(tmp_path):
