@@ -22,8 +22,10 @@ from transfer import is_text
 from lpes_jax.statistics import holm, paired_permutation_test, standard_error
 from lpes_jax.store.files import write_json, write_text
 
-NAMES = {"factors": "factors", "gains": "gains", "both": "both", "norm_gain": "norm gains", "adapter": "adapter"}
-NAMES["own_gains"] = "gains, own answers"
+NAMES = {
+    **{"factors": "factors", "gains": "gains", "both": "both", "norm_gain": "norm gains", "adapter": "adapter"},
+    "own_gains": "gains, own answers",
+}
 NOT_SEARCHED = (
     *("30 pairs", "150 pairs", "200 pairs", "50 pairs, keys", "100 pairs, keys"),
     *("160 sentences", "alone", "rows_", "fiction"),

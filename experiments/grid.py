@@ -30,7 +30,7 @@ from lpes_jax.factors import LayerFactors
 from lpes_jax.json_files import read_json
 from lpes_jax.models.llama import Loaded, load
 from lpes_jax.search import SearchSettings, preset, run_search
-from lpes_jax.search.checks import check, tasks_asked
+from lpes_jax.search.checks import check_inputs
 from lpes_jax.search.scorers import fitting_prompts
 from lpes_jax.settings.search import as_record
 from lpes_jax.store.files import write_json, write_text
@@ -177,17 +177,16 @@ def run_cells(cells: Mapping[str, SearchSettings], flags: GridFlags) -> None:
 
     Raises UserError for an invalid cell before the first one runs.
     """
-    for settings in cells.values():
-        check(settings)
-        tasks_asked(settings)
-    for name, settings in cells.items():
+    left = {name: cell for name, cell in cells.items() if not (flags.output_path / name / "results.json").exists()}
+    for settings in left.values():
+        check_inputs(settings)
+    for name, settings in left.items():
         folder = flags.output_path / name
-        if not (folder / "results.json").exists():
-            print(f"== {name}", flush=True)
-            resume = (folder / "history.jsonl").exists()
-            loaded = loaded_once(settings.run.model, settings.devices.dtype, settings.devices.weight_format)
-            measured = measured_once(settings.run.model, settings.devices.dtype, settings.devices.weight_format)
-            run_search(settings.replace(output_path=folder, resume=resume), loaded, measured)
+        print(f"== {name}", flush=True)
+        resume = (folder / "history.jsonl").exists()
+        loaded = loaded_once(settings.run.model, settings.devices.dtype, settings.devices.weight_format)
+        measured = measured_once(settings.run.model, settings.devices.dtype, settings.devices.weight_format)
+        run_search(settings.replace(output_path=folder, resume=resume), loaded, measured)
 
 
 @lru_cache(maxsize=1)

@@ -9,7 +9,7 @@ distractors: self-distillation, restricted to right answers as in STaR (Zelikman
 
 The file has the questions of the search split that the model answered right, with their documents, and all test questions as
 they are. An answer is right if its first line contains a gold answer. Distractors are compared with the taught answer, not with
-the gold answers, so a random one may contain the gold answer of another question.
+the gold answers, so a random one may contain the gold answer.
 """
 
 import json

@@ -52,11 +52,18 @@ def test_each_strength_task_and_seed_is_a_search_of_its_own():
     assert all(cell.space.learn == "gains" and cell.text.text_weight == 0 for cell in cells)
 
 
-@pytest.mark.parametrize(("changes", "flag"), [({"niah_lines": -1}, "--num-lines"), ({"strengths": (0.0, 2.0)}, "--prune")])
+CHANGES = [
+    ({"niah_lines": -1}, "--num-lines"),
+    ({"strengths": (0.0, 2.0)}, "--prune"),
+    ({"text": Path("no such file")}, "--text"),
+]
+
+
+@pytest.mark.parametrize(("changes", "flag"), CHANGES)
 def test_an_invalid_cell_is_refused_before_the_first_search(changes, flag, tmp_path):
-    """The first searches are valid: on key-value pairs, without pruning."""
+    """The first cells, on pairs and without pruning, are valid but for the last case."""
     with pytest.raises(UserError, match=flag):
-        prune.main(prune.Settings(model="no such model", output_path=tmp_path, **changes))
+        prune.main(prune.Settings(model="tiny-retriever", output_path=tmp_path, **changes))
     assert not list(tmp_path.iterdir())
 
 
